@@ -18,7 +18,7 @@ from torch import Tensor
 from niels_gpt.eagle3 import make_target_cache
 from niels_gpt.eagle3.format.plan import make_plan
 from niels_gpt.eagle3.format.samples import Samples
-from niels_gpt.eagle3.forward import NativeForward, PlannedForward
+from niels_gpt.eagle3.forward import DenseForward, NativeForward
 from niels_gpt.eagle3.head import TargetHead
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ def ways_of(model: Any, rows: list[Row], given: dict[str, Any], out: Path) -> Wa
     if plan.is_native:
         head = TargetHead.of_model(model)
         plan = plan.with_head(head.facts(), head.last_hidden)
-    forward: Any = (NativeForward if plan.is_native else PlannedForward)(plan, samples, model, device)
+    forward: Any = (NativeForward if plan.is_native else DenseForward)(plan, samples, model, device)
     keep = {"logits_to_keep": 1} if plan.is_native else {}
 
     @torch.no_grad()

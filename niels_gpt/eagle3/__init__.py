@@ -12,8 +12,8 @@ kind.py          the kind eagle3: what niels_gpt.kinds asks of a finished cache
 draft_kind.py    the kind draft_vocab: the file of the tokens that a draft knows
 build.py         plan + samples + target -> a finished cache: the order of writes, parts, the seal, join
 resume.py        what a rerun may continue, and which shards are finished
-parts.py         several machines make one cache in one folder: locks of parts, and what they have in common
-units.py         shards as units of niels_gpt/engine/units.py
+partitions.py    several machines make one cache in one folder: the locks of partitions, and their common settings
+shard_units.py   shards as units of niels_gpt/engine/units.py
 workers.py       the target, here or in processes: who makes which shard, and how
 forward.py       a batch through the target -> the stored fields of each form
 totals.py        what a cache counts, and the meta.json of a finished one

@@ -39,11 +39,19 @@ from niels_gpt.eagle3.format.layout import (
 )
 from niels_gpt.eagle3.format.manifest import manifest_bytes, read_manifest
 from niels_gpt.eagle3.format.meta import file_sha256
-from niels_gpt.eagle3.format.plan import PLAN_NAME, Plan, Run, differing_fields, make_plan, open_plan, shards_of_part
+from niels_gpt.eagle3.format.plan import (
+    PLAN_NAME,
+    Run,
+    TargetPlan,
+    differing_fields,
+    make_plan,
+    open_plan,
+    shards_of_part,
+)
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME, RowLike, Samples
 from niels_gpt.eagle3.format.shard_writer import receipt_path
 from niels_gpt.eagle3.format.weights import EMBEDDINGS_RECEIPT, WEIGHTS_RECEIPT
-from niels_gpt.eagle3.parts import (
+from niels_gpt.eagle3.partitions import (
     Part,
     fix_settings,
     known_parts,
@@ -63,8 +71,8 @@ from niels_gpt.eagle3.resume import (
     leftovers,
     refuse_other_manifest,
 )
+from niels_gpt.eagle3.shard_units import SHARDS, PlannedFolder
 from niels_gpt.eagle3.totals import Counts, complete_meta, finish, has_target_weights
-from niels_gpt.eagle3.units import SHARDS, FolderPlan
 from niels_gpt.eagle3.workers import Found, Job, Load, Workers
 from niels_gpt.engine.units import Commands, not_finished, states_of
 from niels_gpt.progress import Progress
@@ -158,7 +166,7 @@ class TargetRun:
     """A cache that is made in a folder: its plan, its samples, its target, and how the work is done."""
 
     folder: Path
-    plan: Plan
+    plan: TargetPlan
     samples: Samples
     load: Load
     """Returns the target on a device. Called once in each process where work is left, and once for a native cache that
@@ -175,7 +183,7 @@ class TargetRun:
     code: Mapping[str, Any] = field(default_factory=dict)
     """Of this machine, which all parts must have in common."""
     command: Sequence[str] = ()
-    """See `parts.fix_settings`."""
+    """See `partitions.fix_settings`."""
     claimed: Callable[[], AbstractContextManager[object]] = nullcontext
     """A context that is held until the part is locked. An error of it ends the run before anything is written."""
     progress: Progress | None = None
@@ -364,7 +372,7 @@ def _warn_of_few_positions(cache: Path, meta: dict[str, Any]) -> None:
         logger.warning("%s: %s", cache, warning, extra={"code": "W703"})
 
 
-def write_sidecar(folder: Path, plan: Plan, samples: Samples) -> None:
+def write_sidecar(folder: Path, plan: TargetPlan, samples: Samples) -> None:
     """Write the plan's own files and the samples, if they are not there yet."""
     for name, content in plan.sidecar_files().items():  # plan.json comes first
         _write_if_other(folder / SIDECAR / name, content)
@@ -443,14 +451,14 @@ def _sealed(
     plan = _plan_of(folder, named, commands)
     if (meta := complete_meta(folder, plan)) is not None:
         return Sealed(meta, False)
-    _refuse_unfinished(FolderPlan(named, folder, plan), commands, deep, progress)
+    _refuse_unfinished(PlannedFolder(named, folder, plan), commands, deep, progress)
     for path in leftovers(folder):
         fileio.remove(path)
     check()
     return Sealed(finish(folder, plan, named, check=check), True)
 
 
-def _shared_files(folder: Path, plan: Plan) -> dict[str, bool]:
+def _shared_files(folder: Path, plan: TargetPlan) -> dict[str, bool]:
     """Return the files of samples and of the target's weights, by name, and whether each is there undamaged."""
     samples = {SAMPLES_NAME: plan.samples["sha256"], IDS_NAME: plan.samples["ids_sha256"]}
     found = {f"{SIDECAR}/{name}": _has_sha256(folder / SIDECAR / name, sha256) for name, sha256 in samples.items()}
@@ -458,7 +466,7 @@ def _shared_files(folder: Path, plan: Plan) -> dict[str, bool]:
     return found | dict.fromkeys((weights, f"{SIDECAR}/{receipt}"), has_target_weights(folder, plan))
 
 
-def _refuse_unfinished(plan: FolderPlan, commands: Commands, deep: bool, progress: Progress | None) -> None:
+def _refuse_unfinished(plan: PlannedFolder, commands: Commands, deep: bool, progress: Progress | None) -> None:
     """Raise CacheError where a shard is not finished. All of it is read, if `deep`, only where nothing is missing."""
     for is_deep in (False, True) if deep else (False,):
         units = states_of(plan, SHARDS, deep=is_deep, progress=progress if is_deep else None)
@@ -476,7 +484,7 @@ def _commands(folder: Path) -> Commands:
     )
 
 
-def _plan_of(folder: Path, named: Path, commands: Commands) -> Plan:
+def _plan_of(folder: Path, named: Path, commands: Commands) -> TargetPlan:
     """Return the plan, once its files, the samples and the target's weights are whole. Raises: CacheError."""
     again = f"Make a partition again: {commands.unit(0)}"
     try:
@@ -538,7 +546,7 @@ def join(out: PathLike, parts: Sequence[PathLike]) -> Joined:
         return Joined(meta, linked, copied)
 
 
-def _common_plan(folders: Sequence[Path]) -> Plan:
+def _common_plan(folders: Sequence[Path]) -> TargetPlan:
     """Return the plan of all parts. Raises: FileNotFoundError, CacheError."""
     try:
         first, *others = (open_plan(folder) for folder in folders)
@@ -558,7 +566,7 @@ def _common_plan(folders: Sequence[Path]) -> Plan:
     return first
 
 
-def _sources(folders: Sequence[Path], plan: Plan) -> dict[str, Path]:
+def _sources(folders: Sequence[Path], plan: TargetPlan) -> dict[str, Path]:
     """Return the part that has each file, by the file's name in a cache: of all but manifest and plan.
 
     Shards have their sizes; the seal compares their bytes.

@@ -36,9 +36,9 @@ from torch.utils.data import DataLoader, default_collate
 
 from niels_gpt.cache.checksums import Check
 from niels_gpt.eagle3.format.layout import (
-    DENSE_FIELDS,
     DTYPES,
     EMBEDDINGS_NAME,
+    FULL_FIELDS,
     INT_FIELDS,
     LOCK_NAME,
     MANIFEST_NAME,
@@ -141,13 +141,13 @@ def write_shard(cache_dir: PathLike, shard_index: int, samples: dict[str, torch.
         may be `target_probs_values` and `target_probs_indices`. Other keys are not written.
     Raises: ValueError for none or both of the representations, a missing field, or a wrong dtype or shape.
     """
-    dense, pair = DENSE_FIELDS[0] in samples, [name for name in TOPK_FIELDS if name in samples]
+    dense, pair = FULL_FIELDS[0] in samples, [name for name in TOPK_FIELDS if name in samples]
     if dense == (len(pair) == len(TOPK_FIELDS)):
         raise ValueError(
             "write_shard needs exactly one target_probs representation: the full 'target_probs', or the top-k "
-            f"'target_probs_values' and 'target_probs_indices'; found {[*DENSE_FIELDS[:dense], *pair] or 'neither'}"
+            f"'target_probs_values' and 'target_probs_indices'; found {[*FULL_FIELDS[:dense], *pair] or 'neither'}"
         )
-    keys = COMMON_FIELDS + (DENSE_FIELDS if dense else TOPK_FIELDS)
+    keys = COMMON_FIELDS + (FULL_FIELDS if dense else TOPK_FIELDS)
     missing = [key for key in keys if key not in samples]
     if missing:
         raise ValueError(f"write_shard is missing required cache fields: {missing}")

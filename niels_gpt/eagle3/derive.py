@@ -47,7 +47,7 @@ from niels_gpt.eagle3.format.manifest import (
     write_manifest,
 )
 from niels_gpt.eagle3.format.meta import eagle3_meta, write_meta
-from niels_gpt.eagle3.format.plan import CONVERTED_FROM, Plan, make_plan, open_plan, read_record
+from niels_gpt.eagle3.format.plan import CONVERTED_FROM, TargetPlan, make_plan, open_plan, read_record
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
 from niels_gpt.eagle3.format.shards import NativeShards
@@ -200,7 +200,7 @@ class Cost:
     """The dtype of the auxiliary states, where the new cache has another one: they are rounded to it."""
 
 
-class Published:
+class DenseConversion:
     """The conversion of one cache: `cost` first, then `write`."""
 
     def __init__(
@@ -285,7 +285,7 @@ class Published:
             self._write_shards(work, {} if planned is None else {"plan": planned[0].sha256}, progress)
             return None if planned is None else finish(work, planned[0])
 
-    def _plan(self) -> tuple[Plan, Samples] | None:
+    def _plan(self) -> tuple[TargetPlan, Samples] | None:
         """Return the new cache's plan and samples, those of the native cache in shards of another size."""
         if read_record(self._folder, follow_links=self._links) is None:
             return None

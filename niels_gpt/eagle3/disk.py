@@ -27,7 +27,7 @@ from niels_gpt.eagle3.format.layout import (
     row_bytes_of,
 )
 from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, manifest_bytes
-from niels_gpt.eagle3.format.plan import Plan, shards_of_part
+from niels_gpt.eagle3.format.plan import TargetPlan, shards_of_part
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.resume import finished_meta, leftovers
 from niels_gpt.storage.errors import CacheError
@@ -66,7 +66,7 @@ class Estimate:
     bytes_per_token: float
     """Apparent size of the shards by real tokens."""
     token_bytes: dict[str, float]
-    """Bytes of each tensor by token, as `Plan.token_bytes`."""
+    """Bytes of each tensor by token, as `TargetPlan.token_bytes`."""
     format_version: int | str
     """Of the manifest."""
 
@@ -83,7 +83,7 @@ class Estimate:
 
 def estimate(
     cache_dir: PathLike,
-    plan: Plan,
+    plan: TargetPlan,
     samples: Samples,
     *,
     done: Collection[int] = (),
@@ -126,7 +126,7 @@ def estimate(
     )
 
 
-def _weights_bytes(plan: Plan) -> int:
+def _weights_bytes(plan: TargetPlan) -> int:
     """Return the bytes of the target's embeddings; in the native form at most those of its lm_head too."""
     table = int(plan.target["vocab_size"] * plan.target["hidden_size"])
     if plan.is_native:  # bf16, where the model computes in it
@@ -181,7 +181,7 @@ def has_holes(folder: PathLike) -> bool:
         raise OSError(error.errno, f"{error.strerror}: no file can be made there", os.fspath(folder)) from error
 
 
-def _written_bytes(plan: Plan, lengths: NDArray[np.int64], holes: bool) -> NDArray[np.int64]:
+def _written_bytes(plan: TargetPlan, lengths: NDArray[np.int64], holes: bool) -> NDArray[np.int64]:
     """Return the bytes written of each sample.
 
     With holes padding is left out, and there is a block more a tensor, as rows are not aligned.

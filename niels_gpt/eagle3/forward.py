@@ -1,6 +1,6 @@
 """A planned batch: through the target, into its shard, and what the shard's receipt counts.
 
-`PlannedForward` makes the fields of version 1 and 2, `NativeForward` the native ones; the same batch gives the same
+`DenseForward` makes the fields of version 1 and 2, `NativeForward` the native ones; the same batch gives the same
 bytes. In versions 1 and 2 all slots are shifted, as `HFEagle3TargetModel.generate_batch` returns them. Of a sample
 of L tokens:
 
@@ -8,7 +8,7 @@ of L tokens:
     slot  L-1        the hidden states; without a next token the logits are taken as zeros, a uniform distribution
     slots L ..       zeros; the target's outputs for padding are not used
 
-The logits of a batch take gigabytes, so they are processed in parts of `PART_VALUES`. In the native form they are made
+The logits of a batch take gigabytes, so they are processed in parts of `CHUNK_VALUES`. In the native form they are made
 for the target rows only, by the target's head in parts; the lm_head of the model's own forward gets one slot a sample.
 A GPU's tensors are brought into pinned memory, which torch keeps and gives to the next batch.
 """
@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from niels_gpt.eagle3.cache import compress_target_probs, is_compressed
 from niels_gpt.eagle3.format.layout import AUX_DTYPES, DTYPES, INT_FIELDS, PathLike, row_bytes_of
 from niels_gpt.eagle3.format.native import NativeSample, quantized, target_positions
-from niels_gpt.eagle3.format.plan import Batch, Plan
+from niels_gpt.eagle3.format.plan import Batch, TargetPlan
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.format.shard_writer import NativeShardWriter, ShardWriter
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.target import (
-    PART_VALUES,
+    CHUNK_VALUES,
     Eagle3TargetBatch,
     HFEagle3TargetModel,
     _shift_left_with_zero,
@@ -54,7 +54,7 @@ class Forward(ABC):
     counts: tuple[str, ...]
     """Those of `sums` that are whole numbers."""
 
-    def __init__(self, plan: Plan, samples: Samples, model: Any, device: torch.device | str = "cpu") -> None:
+    def __init__(self, plan: TargetPlan, samples: Samples, model: Any, device: torch.device | str = "cpu") -> None:
         """model: the plan's target, on `device` and of the plan's compute dtype."""
         self._plan, self._samples, self._device = plan, samples, torch.device(device)
         self.model: nn.Module = model.eval()
@@ -103,13 +103,13 @@ class Forward(ABC):
         return {"input_ids": ids, "attention_mask": present, "loss_mask": loss}
 
 
-class PlannedForward(Forward):
+class DenseForward(Forward):
     """Batches of version 1 or 2."""
 
     counts = ("tokens", "supervised", "positions")
     sums = (*counts, "kept_mass", "draft_mass")
 
-    def __init__(self, plan: Plan, samples: Samples, model: Any, device: torch.device | str = "cpu") -> None:
+    def __init__(self, plan: TargetPlan, samples: Samples, model: Any, device: torch.device | str = "cpu") -> None:
         super().__init__(plan, samples, model, device)
         self.target = HFEagle3TargetModel(model, plan.manifest["aux_layer_ids"])
         self._selected = torch.tensor(plan.manifest["selected_token_ids"], device=self._device)
@@ -162,7 +162,7 @@ class NativeForward(Forward):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TargetPlan,
         samples: Samples,
         model: Any,
         device: torch.device | str = "cpu",
@@ -293,9 +293,9 @@ def draft_distribution(
     slots, shape = logits.flatten(0, 1), logits.shape[:2]
     probs = torch.empty(len(slots), len(selected_token_ids), device=logits.device)
     known = torch.empty(len(slots), dtype=torch.bool, device=logits.device)
-    for part in _parts(torch.ones(shape, dtype=torch.bool), logits.shape[-1]):
-        probs[part] = _probs(slots[part], draft)
-        known[part] = mask[slots[part].argmax(dim=-1)]
+    for chunk in _chunks(torch.ones(shape, dtype=torch.bool), logits.shape[-1]):
+        probs[chunk] = _probs(slots[chunk], draft)
+        known[chunk] = mask[slots[chunk].argmax(dim=-1)]
     return probs.view(*shape, -1), (known.view(shape) & (loss_mask == 1)).unsqueeze(-1)
 
 
@@ -330,13 +330,13 @@ def cache_fields(
     end = _stored(torch.zeros(1, len(ids), device=logits.device).softmax(-1), topk, dtype)[0]
     fields = _padded(batch, real, inner, end, dtype)
     stored = {name: fields[name].flatten(0, 1) for name in end}
-    for part in _parts(inner, logits.shape[-1]):
-        some = logits[part]
-        known[part] = mask[some.argmax(dim=-1)]
-        mass[part] = _draft_mass(some, mass[part], ids)
-        values, kept[part] = _stored(_probs(some, draft), topk, dtype)
+    for chunk in _chunks(inner, logits.shape[-1]):
+        some = logits[chunk]
+        known[chunk] = mask[some.argmax(dim=-1)]
+        mass[chunk] = _draft_mass(some, mass[chunk], ids)
+        values, kept[chunk] = _stored(_probs(some, draft), topk, dtype)
         for name, all_slots in stored.items():
-            all_slots[part] = values[name] if all_slots.is_cuda else on_cpu(values[name])
+            all_slots[chunk] = values[name] if all_slots.is_cuda else on_cpu(values[name])
     fields |= {name: on_cpu(fields[name]) for name in end}
     position_mask = supervised & known.view_as(supervised)
     fields["position_mask"] = position_mask.unsqueeze(-1).cpu()
@@ -362,14 +362,14 @@ def _slots(batch: Eagle3TargetBatch, lengths: Sequence[int] | Tensor) -> tuple[T
     return slot < tokens[:, None], slot < tokens[:, None] - 1
 
 
-def _parts(slots: Tensor, values: int) -> Iterator[slice | Tensor]:
-    """Yield the true slots of bool [B, W] as indices into [B * W], in parts of at most `PART_VALUES` values.
+def _chunks(slots: Tensor, values: int) -> Iterator[slice | Tensor]:
+    """Yield the true slots of bool [B, W] as indices into [B * W], in parts of at most `CHUNK_VALUES` values.
 
     values: of each slot. Consecutive slots are a slice, as indexing with a slice makes no copy.
     """
-    for part in torch.split(slots.flatten().nonzero().squeeze(-1), max(1, PART_VALUES // max(1, values))):
-        start, stop = (int(part[0]), int(part[-1]) + 1) if len(part) else (0, 0)
-        yield slice(start, stop) if stop - start == len(part) else part
+    for chunk in torch.split(slots.flatten().nonzero().squeeze(-1), max(1, CHUNK_VALUES // max(1, values))):
+        start, stop = (int(chunk[0]), int(chunk[-1]) + 1) if len(chunk) else (0, 0)
+        yield slice(start, stop) if stop - start == len(chunk) else chunk
 
 
 def _columns(selected_token_ids: Tensor, logits: Tensor) -> Tensor | None:
@@ -399,7 +399,7 @@ def _padded(
     """Return the fields that do not depend on the logits; the distributions of the inner slots are unset.
 
     end: the stored distribution of a last slot, [1, ...] each. The top k stay on its device until all parts of the
-    batch are there; whole distributions are gigabytes, and go to the CPU part by part.
+    batch are there; whole distributions are gigabytes, and go to the CPU chunk by chunk.
     """
     fields = {
         name: getattr(batch, name).to("cpu", torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")
@@ -467,13 +467,13 @@ def check_finite(
     aux, logits = batch.aux_hidden_states.flatten(0, 1), batch.logits.flatten(0, 1)
     places: list[tuple[int, int, int]] = []
     slots = torch.arange(real.numel())
-    for part in _parts(real, max(vocab_size, aux.shape[-1])):
-        by_layer = aux[part].view(-1, layers, aux.shape[-1] // layers)
+    for chunk in _chunks(real, max(vocab_size, aux.shape[-1])):
+        by_layer = aux[chunk].view(-1, layers, aux.shape[-1] // layers)
         bad_aux = ~by_layer.to(stored_aux).isfinite().all(-1)
-        bad_logits = ~logits[part].isfinite().all(-1) & inner.flatten()[part].to(logits.device)
+        bad_logits = ~logits[chunk].isfinite().all(-1) & inner.flatten()[chunk].to(logits.device)
         # Per slot, the layers in order and then the logits.
         bad = torch.cat((bad_aux, bad_logits.unsqueeze(-1)), dim=-1).nonzero().tolist()
-        places += [(*divmod(int(slots[part][slot]), real.shape[1]), place) for slot, place in bad]
+        places += [(*divmod(int(slots[chunk][slot]), real.shape[1]), place) for slot, place in bad]
     if places:
         row, slot, place = places[0]
         if place < layers:

@@ -23,7 +23,7 @@ from niels_gpt.eagle3.format.layout import MANIFEST_NAME, WEIGHTS_NAME, PathLike
 from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, is_native, read_manifest
 from niels_gpt.eagle3.format.meta import compare_once
 from niels_gpt.eagle3.format.weights import WEIGHTS, read_weights
-from niels_gpt.eagle3.target import PART_VALUES, _blocks
+from niels_gpt.eagle3.target import CHUNK_VALUES, _blocks
 from niels_gpt.storage.errors import CacheError, TargetError
 
 __all__ = ["TargetHead"]
@@ -67,7 +67,7 @@ class TargetHead(nn.Module):
         """Draft id -> target id, of a head of a cache; None of a head of a model."""
         embeddings = weights.get("embeddings")
         self._embeddings = None if embeddings is None else embeddings.detach()
-        self._part: tuple[list[int], Tensor, Tensor | None] | None = None
+        self._kept_rows: tuple[list[int], Tensor, Tensor | None] | None = None
         stored = {**weights, "lm_head": weights["embeddings"]} if tied else weights
         for name in WEIGHTS.keys() - {"embeddings"}:
             tensor = stored.get(name)
@@ -184,12 +184,12 @@ class TargetHead(nn.Module):
     def log_normalizer_and_argmax(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return logsumexp over all V logits, float32 [R], and the most probable token, int64 [R], of states [R, H].
 
-        The logits are made in parts of `PART_VALUES`.
+        The logits are made in parts of `CHUNK_VALUES`.
         """
         normalizers = torch.empty(len(states), dtype=torch.float32, device=self._lm_head.device)
         argmax = torch.empty(len(states), dtype=torch.int64, device=self._lm_head.device)
-        for part, logits in self.parts_of_logits(states):
-            normalizers[part], argmax[part] = logits.logsumexp(-1), logits.argmax(-1)
+        for chunk, logits in self.parts_of_logits(states):
+            normalizers[chunk], argmax[chunk] = logits.logsumexp(-1), logits.argmax(-1)
         return normalizers, argmax
 
     @torch.no_grad()
@@ -207,16 +207,16 @@ class TargetHead(nn.Module):
         states, slots = batch["last_hidden_states"], batch["target_slots"].to(self._lm_head.device)
         size = self.vocab_size if ids is None else len(ids)
         probs = torch.zeros(rows * width, size, dtype=torch.float32, device=self._lm_head.device)
-        for part, logits in self.parts_of_logits(states, ids):
-            probs[slots[part]] = logits.softmax(-1)
+        for chunk, logits in self.parts_of_logits(states, ids):
+            probs[slots[chunk]] = logits.softmax(-1)
         return probs.view(rows, width, size)
 
     def parts_of_logits(
         self, states: Tensor, ids: Sequence[int] | Tensor | None = None
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Yield rows of some states and their logits in float32, as `logits` has them, `PART_VALUES` at a time."""
-        for part in _parts(len(states), self.vocab_size if ids is None else len(ids)):
-            yield part, self.logits(states[part], ids).float()
+        """Yield rows of some states and their logits in float32, as `logits` has them, `CHUNK_VALUES` at a time."""
+        for chunk in _chunks(len(states), self.vocab_size if ids is None else len(ids)):
+            yield chunk, self.logits(states[chunk], ids).float()
 
     def weights(self) -> dict[str, Tensor]:
         """Return what `format.weights.write_weights` takes. Raises: ValueError for a head of a cache."""
@@ -256,12 +256,13 @@ class TargetHead(nn.Module):
     def _rows(self, ids: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the rows of lm_head and its bias for some ids; the last ones asked for are kept."""
         wanted = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        kept = None if self._part is None else (self._part[0], self._part[1].dtype, self._part[1].device)
-        if self._part is None or kept != (wanted, self._lm_head.dtype, self._lm_head.device):
+        last = self._kept_rows
+        kept = None if last is None else (last[0], last[1].dtype, last[1].device)
+        if last is None or kept != (wanted, self._lm_head.dtype, self._lm_head.device):
             index = torch.tensor(wanted, dtype=torch.int64, device=self._lm_head.device)
             bias = self._lm_head_bias
-            self._part = wanted, self._lm_head[index], None if bias is None else bias[index]
-        return self._part[1:]
+            last = self._kept_rows = wanted, self._lm_head[index], None if bias is None else bias[index]
+        return last[1:]
 
     @torch.no_grad()
     def _fit_logits(self, model: nn.Module, probe: Probe) -> None:
@@ -284,9 +285,9 @@ class TargetHead(nn.Module):
             raise other_logits(model, errors[best])
 
 
-def _parts(rows: int, values: int) -> Iterator[slice]:
-    """Yield slices of rows of at most `PART_VALUES` values."""
-    step = max(1, PART_VALUES // max(1, values))
+def _chunks(rows: int, values: int) -> Iterator[slice]:
+    """Yield slices of rows of at most `CHUNK_VALUES` values."""
+    step = max(1, CHUNK_VALUES // max(1, values))
     for begin in range(0, rows, step):
         yield slice(begin, min(begin + step, rows))
 

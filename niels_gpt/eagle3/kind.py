@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
-from niels_gpt.eagle3.units import SHARDS
+from niels_gpt.eagle3.shard_units import SHARDS
 from niels_gpt.kinds.files import Record
 from niels_gpt.kinds.kind import CHECK_RECORDS, CHECKED_RECORDS, Cache, Card, Held, Kind, Limits, Page, Rows, Sealed
 from niels_gpt.progress import Progress
@@ -23,7 +23,7 @@ from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import PositionError
 
 _MANIFEST_NAME = "manifest.json"  # as eagle3.format.layout has it, which loads torch
-_PARTS_NAME = ".parts"  # as eagle3.parts has it, which loads torch too
+_PARTS_NAME = ".parts"  # as eagle3.partitions has it, which loads torch too
 _DIGEST_BYTES = 16
 _FIRST_IDS = 8  # of the draft's vocabulary: a list of 32,000 belongs into a file
 

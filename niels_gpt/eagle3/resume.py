@@ -32,14 +32,14 @@ from niels_gpt.eagle3.format.plan import (
     CONVERTED,
     FREE,
     PLAN_NAME,
-    Plan,
+    TargetPlan,
     differing_fields,
     open_plan,
     read_record,
     shards_of_part,
 )
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
-from niels_gpt.eagle3.parts import has_parts, known_parts, part_text, value_of
+from niels_gpt.eagle3.partitions import Part, has_parts, known_parts, part_text, value_of
 from niels_gpt.engine.units import Unit
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
@@ -80,7 +80,7 @@ _FOLLOWS = ("dropped.", "altered.", "samples.", "batches.sha256", "manifest.sele
 # --- may this run continue what the folder holds? ---------------------------------------------------------------------
 
 
-def finished_shards(cache_dir: PathLike, plan: Plan, *, resume: bool, part: tuple[int, int] | None = None) -> set[int]:
+def finished_shards(cache_dir: PathLike, plan: TargetPlan, *, resume: bool, part: Part | None = None) -> set[int]:
     """Return the shards of a plan that are finished in a folder, which may be absent; see `is_finished`.
 
     part: the one that is to be made, if not the whole cache; it continues what is there without `resume`.
@@ -98,7 +98,7 @@ def finished_shards(cache_dir: PathLike, plan: Plan, *, resume: bool, part: tupl
     return _finished_shards(cache_dir, plan)
 
 
-def _finished_shards(cache_dir: PathLike, plan: Plan) -> set[int]:
+def _finished_shards(cache_dir: PathLike, plan: TargetPlan) -> set[int]:
     shards = existing_shard_indices(cache_dir)
     if not _is_of_plan(cache_dir, plan, shards):
         try:
@@ -124,7 +124,7 @@ def _finished_shards(cache_dir: PathLike, plan: Plan) -> set[int]:
 
 
 @contextmanager
-def _refusing_a_part(part: tuple[int, int]) -> Iterator[None]:
+def _refusing_a_part(part: Part) -> Iterator[None]:
     """Say of another plan, in the block, what it means for a part."""
     try:
         yield
@@ -141,7 +141,7 @@ def _refusing_a_part(part: tuple[int, int]) -> Iterator[None]:
 
 
 def refuse_other_plan(
-    folder: Path, manifest: Mapping[str, Any], known: Mapping[str, Any], part: tuple[int, int] | None = None
+    folder: Path, manifest: Mapping[str, Any], known: Mapping[str, Any], part: Part | None = None
 ) -> None:
     """Raise CacheError, as `finished_shards`, if no input could make a run's plan the one in a folder.
 
@@ -158,7 +158,7 @@ def refuse_other_plan(
         finished_shards(folder, now, resume=True, part=part)
 
 
-def refuse_other_manifest(folder: Path, plan: Plan, part: tuple[int, int]) -> None:
+def refuse_other_manifest(folder: Path, plan: TargetPlan, part: Part) -> None:
     """Raise CacheError where a folder's manifest is not that of a part's plan: another draft vocabulary, another head.
 
     A whole run may change them; other parts may be running.
@@ -200,7 +200,7 @@ def recorded_plan(folder: Path | None) -> dict[str, Any]:
     return {}
 
 
-def _is_of_plan(cache_dir: PathLike, plan: Plan, shards: set[int]) -> bool:
+def _is_of_plan(cache_dir: PathLike, plan: TargetPlan, shards: set[int]) -> bool:
     """Return whether a folder holds this plan, or a cache made by it; False where it holds neither plan nor cache.
 
     Raises: CacheError where there is another plan, or a cache that is not known to be of this one.
@@ -230,7 +230,7 @@ def _is_of_plan(cache_dir: PathLike, plan: Plan, shards: set[int]) -> bool:
     return True
 
 
-def differing_manifest(manifest: Mapping[str, Any], plan: Plan) -> list[str]:
+def differing_manifest(manifest: Mapping[str, Any], plan: TargetPlan) -> list[str]:
     """Return the fields in which a folder's manifest differs from a plan's, but those that decide no shard's bytes."""
     names = differing_fields(manifest, plan.manifest, "manifest.")
     if plan.is_native and manifest.get("format_version") == plan.manifest["format_version"]:
@@ -259,7 +259,7 @@ def _plans_named(cache_dir: PathLike, shards: set[int]) -> set[str]:
     return {str(sha256) for sha256 in named if sha256 is not None}
 
 
-def _refuse_without_plan(cache_dir: PathLike, plan: Plan, made_by: set[str], damage: str) -> None:
+def _refuse_without_plan(cache_dir: PathLike, plan: TargetPlan, made_by: set[str], damage: str) -> None:
     """Raise CacheError for a cache whose plan.json is missing or damaged and whose plan is not known to be this one."""
     name, remedy = f"{SIDECAR}/{PLAN_NAME}", _FRESH
     if made_by:
@@ -280,7 +280,7 @@ def _refuse_without_plan(cache_dir: PathLike, plan: Plan, made_by: set[str], dam
 
 def _refuse_other(
     cache_dir: PathLike,
-    plan: Plan,
+    plan: TargetPlan,
     record: dict[str, Any],
     manifest: dict[str, Any],
     in_plan: list[str],
@@ -310,7 +310,7 @@ def _refuse_other(
     )
 
 
-def _values(name: str, record: dict[str, Any], manifest: dict[str, Any], plan: Plan) -> str:
+def _values(name: str, record: dict[str, Any], manifest: dict[str, Any], plan: TargetPlan) -> str:
     """Return the recorded value of a field, from plan.json or manifest.json, and this run's."""
     now, recorded = (
         [value_of(of_plan, name), value_of({"manifest": of_manifest}, name)]
@@ -404,7 +404,7 @@ def _refuse_foreign_meta(cache_dir: PathLike) -> None:
 # --- what is finished -------------------------------------------------------------------------------------------------
 
 
-def look_at(cache_dir: PathLike, plan: Plan, shard: int) -> Unit:
+def look_at(cache_dir: PathLike, plan: TargetPlan, shard: int) -> Unit:
     """Return a shard by its receipt, which is of this plan and states the size that the shard has where it is finished.
 
     Its items are samples. Other states: missing, stale (of another plan), damaged.
@@ -428,7 +428,7 @@ def look_at(cache_dir: PathLike, plan: Plan, shard: int) -> Unit:
     return Unit(shard, "finished", "", "", receipt["samples"], tokens if type(tokens) is int else 0, None, receipt)
 
 
-def is_finished(cache_dir: PathLike, plan: Plan, shard: int) -> bool:
+def is_finished(cache_dir: PathLike, plan: TargetPlan, shard: int) -> bool:
     """Return whether a shard is finished, as `look_at` has it; a warning names a damaged one."""
     unit = look_at(cache_dir, plan, shard)
     if unit.state == "damaged":
@@ -438,7 +438,7 @@ def is_finished(cache_dir: PathLike, plan: Plan, shard: int) -> bool:
     return unit.state == "finished"
 
 
-def finished_meta(cache_dir: PathLike, plan: Plan | None = None) -> dict[str, Any] | None:
+def finished_meta(cache_dir: PathLike, plan: TargetPlan | None = None) -> dict[str, Any] | None:
     """Return a meta.json that is undamaged; None where there is none.
 
     plan: the one that the meta.json must name, with every file that it lists present in its size.
@@ -471,12 +471,12 @@ def leftovers(cache_dir: PathLike, shards: Collection[int] | None = None) -> lis
 # --- a folder that is not sealed --------------------------------------------------------------------------------------
 
 
-def finished_of(folder: Path, plan: Plan) -> set[int]:
+def finished_of(folder: Path, plan: TargetPlan) -> set[int]:
     """Return the shards of a plan that are there with their receipts, by their sizes."""
     return {shard for shard in range(plan.num_shards) if is_finished(folder, plan, shard)}
 
 
-def progress_text(folder: Path, plan: Plan, done: Collection[int]) -> str:
+def progress_text(folder: Path, plan: TargetPlan, done: Collection[int]) -> str:
     """Return how many shards are there, of all and of each part that was started and is not complete; "" of no part."""
     found, shown = {*done}, []
     parts = known_parts(folder)

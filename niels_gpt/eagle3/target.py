@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 NUM_AUX_LAYERS = 3
-PART_VALUES = 1 << 24
+CHUNK_VALUES = 1 << 24
 """Logits processed at a time: 64 MiB of float32. A batch's logits take gigabytes."""
 _BLOCKS = (
     "model.layers",  # Llama, Qwen, Mistral and most others
@@ -81,7 +81,7 @@ def _shift_logits(logits: Tensor) -> Tensor:
     if not logits.is_contiguous() or logits.is_inference() or logits.requires_grad:
         return _shift_left_with_zero(logits)
     num_rows, width, vocab_size = logits.shape
-    at_once = max(1, PART_VALUES // max(1, num_rows * vocab_size))
+    at_once = max(1, CHUNK_VALUES // max(1, num_rows * vocab_size))
     for start in range(0, width - 1, at_once):
         stop = min(start + at_once, width - 1)
         # Through a copy, as the two overlap. The next part reads only later slots.

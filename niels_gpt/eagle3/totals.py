@@ -15,7 +15,7 @@ from typing import Any
 from niels_gpt.eagle3.format.layout import MANIFEST_NAME, SIDECAR
 from niels_gpt.eagle3.format.manifest import manifest_bytes
 from niels_gpt.eagle3.format.meta import lists_shards, unchanged_shards, write_meta
-from niels_gpt.eagle3.format.plan import Plan
+from niels_gpt.eagle3.format.plan import TargetPlan
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.eagle3.format.shards import NativeShards
 from niels_gpt.eagle3.format.weights import has_weights
@@ -93,7 +93,7 @@ class Counts:
 # --- meta.json --------------------------------------------------------------------------------------------------------
 
 
-def complete_meta(folder: Path, plan: Plan) -> dict[str, Any] | None:
+def complete_meta(folder: Path, plan: TargetPlan) -> dict[str, Any] | None:
     """Return the meta.json of a finished cache of this plan; None where it, a file or the plan's own files are not."""
     meta = finished_meta(folder, plan)
     if meta is None or not lists_shards(meta):  # of an earlier build, whose files are listed now
@@ -107,14 +107,14 @@ def complete_meta(folder: Path, plan: Plan) -> dict[str, Any] | None:
     return meta if all(read_regular(path) == content for path, content in files.items()) else None
 
 
-def has_target_weights(folder: Path, plan: Plan) -> bool:
+def has_target_weights(folder: Path, plan: TargetPlan) -> bool:
     """Return whether the target's weights are there as their receipt has them: its head too in the native form."""
     return has_weights(folder, native=plan.is_native)
 
 
 def finish(
     folder: Path,
-    plan: Plan,
+    plan: TargetPlan,
     named: Path | None = None,
     *,
     before: Mapping[str, Any] | None = None,
@@ -132,7 +132,7 @@ def finish(
     return write_meta(folder, keys, known=unchanged_shards(folder, before), check=check)
 
 
-def _described(folder: Path, plan: Plan) -> dict[str, Any]:
+def _described(folder: Path, plan: TargetPlan) -> dict[str, Any]:
     """Return the keys of meta.json that come from the plan and the receipts, of a folder that has all its shards.
 
     Raises: CacheError where a receipt lacks a count.

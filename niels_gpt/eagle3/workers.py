@@ -27,13 +27,13 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from niels_gpt.eagle3.format.layout import SIDECAR, PathLike
-from niels_gpt.eagle3.format.plan import Plan
+from niels_gpt.eagle3.format.plan import TargetPlan
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.format.weights import write_embeddings, write_weights
 from niels_gpt.eagle3.forward import (
+    DenseForward,
     Forward,
     NativeForward,
-    PlannedForward,
     broken_weight,
     not_finite,
 )
@@ -62,7 +62,7 @@ class Job(NamedTuple):
     """What there is to make, and where."""
 
     cache_dir: str
-    plan: Plan
+    plan: TargetPlan
     """A native one has the target's head."""
     weights: bool
     """Whether the target's embeddings are to be written, and in the native form its head."""
@@ -71,7 +71,7 @@ class Job(NamedTuple):
 class Workers:
     """The target in this process, or in several. Leaving the block ends the processes."""
 
-    def __init__(self, plan: Plan, samples: Samples, load: Load, number: int, *, start: str) -> None:
+    def __init__(self, plan: TargetPlan, samples: Samples, load: Load, number: int, *, start: str) -> None:
         """number: of processes; 1: this one. start: how processes are started, spawn or fork."""
         self._plan, self._samples, self._load, self._number, self._start = plan, samples, load, number, start
         self._model: Any = None
@@ -230,7 +230,7 @@ def _sendable(error: BaseException) -> BaseException:
 # --- both -------------------------------------------------------------------------------------------------------------
 
 
-def try_target(plan: Plan, name: str, ids: torch.Tensor, model: Any) -> Found:
+def try_target(plan: TargetPlan, name: str, ids: torch.Tensor, model: Any) -> Found:
     """Run a target that was just loaded over some tokens; nothing is written.
 
     name: of the sample that the tokens are from. ids: int64 [1, T], on the target's device.
@@ -261,7 +261,7 @@ def try_target(plan: Plan, name: str, ids: torch.Tensor, model: Any) -> Found:
     return None if head is None else (head.facts(), head.last_hidden)
 
 
-def _run(plan: Plan, name: str, ids: torch.Tensor, model: Any) -> tuple[tuple[int, int], TargetHead | None]:
+def _run(plan: TargetPlan, name: str, ids: torch.Tensor, model: Any) -> tuple[tuple[int, int], TargetHead | None]:
     """Return the number of hidden states and of logits that the target gives a token, and its head."""
     layers, present = plan.manifest["aux_layer_ids"], torch.ones_like(ids)
     if plan.is_native:
@@ -285,7 +285,7 @@ def _run(plan: Plan, name: str, ids: torch.Tensor, model: Any) -> tuple[tuple[in
 def _make(
     job: Job, model: Any, device: torch.device, samples: Samples, shards: Iterable[int], written: Written, check: Check
 ) -> None:
-    form = NativeForward if job.plan.is_native else PlannedForward
+    form = NativeForward if job.plan.is_native else DenseForward
     forward = form(job.plan, samples, model, device)
     if job.weights:
         check()
@@ -296,7 +296,7 @@ def _make(
     make_shards(job, forward, shards, written, check)
 
 
-def _device(plan: Plan, number: int) -> torch.device:
+def _device(plan: TargetPlan, number: int) -> torch.device:
     if plan.run["device"] != "cuda":
         return torch.device(plan.run["device"])
     return torch.device("cuda", number % torch.cuda.device_count())

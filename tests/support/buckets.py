@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from niels_gpt.exchange.transfer import patience, remote
+from niels_gpt.exchange.transfer import remote
 from niels_gpt.exchange.transfer.remote import Bucket
 
 MARK_NAME = "niels_gpt-push.json"
@@ -35,9 +35,9 @@ def waiting(first_wait_s=None, range_bytes=remote.RANGE_BYTES):
 def impatience(said_after_s, longest_s):
     """Let lines say so often that a server does not answer, and a request end so soon."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patience, "SAID_AFTER_S", said_after_s)
-        patch.setattr(patience, "LONGEST_SILENCE_S", said_after_s)
-        patch.setattr(patience, "LONGEST_S", longest_s)
+        patch.setattr(remote, "SAID_AFTER_S", said_after_s)
+        patch.setattr(remote, "LONGEST_SILENCE_S", said_after_s)
+        patch.setattr(remote, "LONGEST_S", longest_s)
         yield
 
 

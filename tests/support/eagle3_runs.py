@@ -221,7 +221,7 @@ def seal(folder):
 
 def part_lock(folder, part):
     """The lock that a run of a part holds."""
-    from niels_gpt.eagle3.parts import part_lock
+    from niels_gpt.eagle3.partitions import part_lock
 
     return part_lock(folder, part)
 
@@ -245,7 +245,7 @@ def patched(**by):
     from niels_gpt.eagle3.format.shard_writer import ShardWriter
 
     places = {
-        "forward": (forward.PlannedForward, "__call__"),
+        "forward": (forward.DenseForward, "__call__"),
         "write": (ShardWriter, "write"),
         "commit": (ShardWriter, "commit"),
         "files": (Samples, "files"),

@@ -22,5 +22,5 @@ def in_parts_of(values):
     """Let logits be worked on in parts of so many values."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (forward, target, head):
-            patch.setattr(module, "PART_VALUES", values)
+            patch.setattr(module, "CHUNK_VALUES", values)
         yield

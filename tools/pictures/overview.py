@@ -175,7 +175,7 @@ def folding_lane(picture: Picture) -> None:
     picture.lines(
         left + 82,
         top + 22,
-        ["rollouts/NAME:", "folded on reading:", f"{lengths[-1]} tokens", f"become {total}"],
+        ["rollouts/NAME:", "groups, folded:", f"{lengths[-1]} tokens", f"become {total}"],
         size=12,
         fill=INK,
     )

@@ -10,8 +10,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = "tokenizer"
 TOGETHER = {
     **dict.fromkeys(
-        ("encoding", "tokenizer", "tokenizer_training", "roundtrip", "chat_template", "special_tokens"), TEXT
+        ("encoding", "tokenizer", "tokenizer_training", "tokenizers", "chat_template", "special_tokens"), TEXT
     ),
+    **dict.fromkeys(("documents", "signals"), "data"),
     "pictures": "display",
     "train_tokenizer": "commands",
 }

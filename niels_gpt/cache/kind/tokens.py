@@ -21,11 +21,9 @@ from niels_gpt.cache.documents import (
     tokens_of,
 )
 from niels_gpt.cache.formats import SPLITS, has_loss_bits, has_no_text_bytes, npy_header, token_dtype_of
-from niels_gpt.cache.kind.locate import locate, locate_data
 from niels_gpt.cache.kind.plot import plot
-from niels_gpt.cache.kind.scans import content_damages, id_damages, supervised_damages
-from niels_gpt.cache.kind.show import example_data, show_example, show_window, window_data
-from niels_gpt.cache.kind.sums import wrong_sums
+from niels_gpt.cache.kind.show import example_data, locate, locate_data, show_example, show_window, window_data
+from niels_gpt.cache.kind.validity import content_damages, id_damages, supervised_damages, wrong_sums
 from niels_gpt.cache.meta import (
     check_tokenizer,
     checked_meta,

@@ -96,7 +96,7 @@ def _run(options: Options, settings: Settings, command: list[str], *, dry_run: b
 
 def _partition_made(prepared: Prepared, options: Options, made: dict[str, Any]) -> Result:
     """Print what a run of a partition made, and what to do next."""
-    from niels_gpt.eagle3.parts import part_text
+    from niels_gpt.eagle3.partitions import part_text
     from niels_gpt.eagle3.resume import finished_of, progress_text
 
     part = options.part_numbers
@@ -131,7 +131,7 @@ def _hint_at_threads(workers: int, run: dict[str, Any]) -> None:
 
 
 def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
-    from niels_gpt.eagle3.parts import part_text
+    from niels_gpt.eagle3.partitions import part_text
 
     manifest = prepared.plan.manifest
     say(

@@ -176,7 +176,7 @@ def convert(cache: Path, follow_links: bool, form: str, output_dir: Path | None,
 
     manifest = read_manifest(cache, follow_links=follow_links)
     if is_native(manifest) and form != "native":
-        return _published(cache, int(form), output_dir, follow_links=follow_links, **how)
+        return _to_dense(cache, int(form), output_dir, follow_links=follow_links, **how)
     if form == "native" and not is_native(manifest):
         raise _not_to_native(cache, manifest, follow_links)
     _refuse_stated("output_dir", "shard_size", "device")
@@ -215,27 +215,27 @@ def _say_recipe(cache: Path, version: int, follow_links: bool = False) -> None:
         say(f"NeMo Automodel's trainer reads it with this in its recipe: {lines}")
 
 
-def _published(
+def _to_dense(
     cache: Path, version: int, out: Path | None, *, follow_links: bool, shard_size: int, device: str
 ) -> Result:
     import torch
 
-    from niels_gpt.eagle3.derive import Published
+    from niels_gpt.eagle3.derive import DenseConversion
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no usable GPU here. Use --device cpu")
     if out is None:
         raise click.UsageError(f"{cache} is native, and version {version} has other shards: name --output-dir OUT")
-    published = Published(cache, version, shard_size=shard_size, device=device, follow_links=follow_links)
-    cost = published.cost(out)
+    conversion = DenseConversion(cache, version, shard_size=shard_size, device=device, follow_links=follow_links)
+    cost = conversion.cost(out)
     say(
         f"{out}: {cost.apparent_bytes:,} bytes of files with padding and embeddings; to write {cost.written_bytes:,}, "
         f"free {cost.free_bytes:,}"
     )
     if cost.rounded_from is not None:
-        say(f"the auxiliary states are {cost.rounded_from}: they are written as {published.manifest['dtype']}")
+        say(f"the auxiliary states are {cost.rounded_from}: they are written as {conversion.manifest['dtype']}")
     with progress_bar("convert", "tok") as progress:
-        published.write(out, progress=progress)
+        conversion.write(out, progress=progress)
     say(f"{out}: version {version}; distributions where there is loss, uniform ones in the other slots")
     _say_recipe(out, version)
     made = {"cache": str(out), "format_version": version, "changed": True, "bytes": cost.apparent_bytes}

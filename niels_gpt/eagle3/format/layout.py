@@ -31,7 +31,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 AUX_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn}
 """Of the auxiliary states of the native form."""
 INT_FIELDS = ("input_ids", "attention_mask", "loss_mask")
-DENSE_FIELDS = ("target_probs",)
+FULL_FIELDS = ("target_probs",)
 TOPK_FIELDS = ("target_probs_values", "target_probs_indices")
 SHARD_NAME = re.compile(r"^shard-(\d{6})\.safetensors$")
 SIDECAR = "sidecar"
@@ -118,7 +118,7 @@ def layout_like(tensors: Mapping[str, torch.Tensor]) -> Layout:
 
     Raises: ValueError naming a field whose dtype or shape does not fit the others.
     """
-    probs = tensors[TOPK_FIELDS[0] if TOPK_FIELDS[0] in tensors else DENSE_FIELDS[0]]
+    probs = tensors[TOPK_FIELDS[0] if TOPK_FIELDS[0] in tensors else FULL_FIELDS[0]]
     shapes = [tuple(tensors["input_ids"].shape), *(tuple(each.shape) for each in (tensors["aux_hidden_states"], probs))]
     names = {dtype: name for name, dtype in DTYPES.items()}
     if [len(shape) for shape in shapes] != [2, 3, 3] or probs.dtype not in names:

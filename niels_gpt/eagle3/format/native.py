@@ -41,7 +41,7 @@ STARTS = ("token_starts", "aux_starts", "row_starts")
 DEFAULT_SHARD_BYTES = 1 << 30
 _HEADER_ROOM = 2048  # a header of at most 10 tensors takes less
 _LARGEST = 448.0  # torch.finfo(torch.float8_e4m3fn).max
-_PART = 1 << 18  # values, of which the float32 take 1 MiB
+_CHUNK = 1 << 18  # values, of which the float32 take 1 MiB
 
 
 def target_positions(loss_mask: NDArray[Any]) -> NDArray[np.int64]:
@@ -137,14 +137,14 @@ def dequantize_into(out: torch.Tensor, values: torch.Tensor, scales: torch.Tenso
     values: float8_e4m3fn [..., H] of N rows, contiguous. scales: float32 [...].
     """
     rows, factors = values.view(-1, values.shape[-1]), scales.reshape(-1, 1)
-    part = max(1, _PART // max(1, rows.shape[1]))
-    for begin in range(0, len(rows), part):
-        some = rows[begin : begin + part]
+    chunk = max(1, _CHUNK // max(1, rows.shape[1]))
+    for begin in range(0, len(rows), chunk):
+        some = rows[begin : begin + chunk]
         if some.is_cpu and not _has_nan(some):
-            product = _as_half(some).float().mul_(factors[begin : begin + part] * 256)
+            product = _as_half(some).float().mul_(factors[begin : begin + chunk] * 256)
         else:
-            product = some.float().mul_(factors[begin : begin + part])
-        out[begin : begin + part] = product
+            product = some.float().mul_(factors[begin : begin + chunk])
+        out[begin : begin + chunk] = product
 
 
 def _as_half(values: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TargetPlan:
     """All that decides the bytes of a cache."""
 
     manifest: dict[str, Any]
@@ -170,7 +170,7 @@ class Plan:
         layout = self.layout
         return {name: row_bytes_of(each) / layout.seq_length for name, each in layout.fields.items()}
 
-    def with_head(self, head: Mapping[str, Any], last_hidden: str) -> Plan:
+    def with_head(self, head: Mapping[str, Any], last_hidden: str) -> TargetPlan:
         """Return a native plan whose manifest is complete.
 
         head: `TargetHead.facts`. last_hidden: pre_norm or post_norm.
@@ -232,7 +232,7 @@ def make_plan(
     run: Mapping[str, Any],
     batch_size: int,
     max_batch_tokens: int,
-) -> Plan:
+) -> TargetPlan:
     """Return the plan of a cache of these samples, with its batches.
 
     manifest: without num_samples, and a native one without num_shards, `head` and `conventions`.
@@ -242,7 +242,7 @@ def make_plan(
     cuts = _cuts(manifest, len(samples), counts)
     shards = [lengths[begin:end] for begin, end in pairwise(cuts)]
     sizes = {"num_samples": len(samples)} | ({"num_shards": len(shards)} if is_native(manifest) else {})
-    return Plan(
+    return TargetPlan(
         manifest={**manifest, **sizes},
         target=dict(target),
         tokenizer=dict(tokenizer),
@@ -310,7 +310,7 @@ def plan_batches(lengths: Sequence[int], batch_size: int, max_batch_tokens: int,
 # --- the plan of a folder ---------------------------------------------------------------------------------------------
 
 
-def open_plan(cache_dir: PathLike, *, follow_links: bool = False) -> Plan:
+def open_plan(cache_dir: PathLike, *, follow_links: bool = False) -> TargetPlan:
     """Return the plan of a cache in its folder, finished or not. A converted cache keeps its plan.
 
     Raises: FileNotFoundError where a file of it is missing; CacheError where they do not fit together.
@@ -329,7 +329,7 @@ def open_plan(cache_dir: PathLike, *, follow_links: bool = False) -> Plan:
             counts = _counts_of(on_disk, Samples.open(_sidecar(cache_dir), follow_links=follow_links))
             if len(counts) != on_disk["num_samples"]:
                 raise ValueError(f"{len(counts)} samples, and the manifest has {on_disk['num_samples']}")
-        plan = Plan(
+        plan = TargetPlan(
             manifest=manifest,
             batch_size=record["batches"]["batch_size"],
             max_batch_tokens=record["batches"]["max_batch_tokens"],
@@ -392,7 +392,7 @@ def read_record(cache_dir: PathLike, *, follow_links: bool = False) -> dict[str,
     if record.get("kind") != "eagle3" or record.get("format_version") != SIDECAR_VERSION:
         found = f"kind {shortened(record.get('kind'))}, format_version {shortened(record.get('format_version'))}"
         raise CacheError(path, found, f"'eagle3' and {SIDECAR_VERSION}", _FRESH, code="E208")
-    for name, is_valid in _PARTS.items():
+    for name, is_valid in _VALID.items():
         outer, _, inner = name.partition(".")
         above = record.get(outer) if inner else record
         value = above.get(inner or outer) if isinstance(above, dict) else None
@@ -406,7 +406,7 @@ _object, _text = (partial(is_good, kind, ()) for kind in ("an object", "a text")
 _size, _count = (partial(is_good, "an integer", (least, 2**63 - 1)) for least in (1, 0))
 _NEEDED = ("pad_id", "batch_size", "max_batch_tokens", "count", "sha256")
 """Parts of plan.json that may not be missing where the object that has them is there."""
-_PARTS: dict[str, Callable[[Any], bool]] = {
+_VALID: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("manifest", "target", "tokenizer", "source", "samples", "run", "batches"), _object),
     **dict.fromkeys(("dropped", "altered"), lambda value: _object(value) and all(map(_count, value.values()))),
     **dict.fromkeys((f"target.{key}" for key in ("name", "revision", "weights_sha256", "config_sha256")), _text),

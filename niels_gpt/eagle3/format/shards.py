@@ -23,8 +23,8 @@ import torch
 
 from niels_gpt.cache.checksums import Check, checked_check
 from niels_gpt.eagle3.format.layout import (
-    DENSE_FIELDS,
     DTYPES,
+    FULL_FIELDS,
     INT_FIELDS,
     MANIFEST_NAME,
     TOPK_FIELDS,
@@ -284,7 +284,7 @@ class DenseShards(Shards[DenseShard]):
         self.num_shards = -(-self.num_samples // self.shard_size)
         topk = manifest.get("target_probs_topk") if manifest["format_version"] == 2 else None
         self.compressed = bool(topk) and is_compressed(topk, number_in(manifest, "draft_vocab_size", cache_dir))
-        self._keys = COMMON_FIELDS + (TOPK_FIELDS if self.compressed else DENSE_FIELDS)
+        self._keys = COMMON_FIELDS + (TOPK_FIELDS if self.compressed else FULL_FIELDS)
         self._fields: Fields = {}  # of the first shard, which the others must have too
 
     @cached_property

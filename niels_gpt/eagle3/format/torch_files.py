@@ -37,7 +37,7 @@ _USED_AGAIN = ("BINUNICODE", "GLOBAL")
 _STORAGES = ("BFloat16", "Half", "Float", "Double", "Bool", "Byte", "Char", "Short", "Int", "Long")
 _GLOBALS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
 _GLOBALS |= {f"torch {each}Storage" for each in _STORAGES}
-_PART = 1 << 20
+_CHUNK = 1 << 20
 
 
 def load_tensors(path: Path, names: tuple[str, ...], *, follow_links: bool = False) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ def inflate(source: IO[bytes], target: IO[bytes], most: int = MAX_INFLATED, rati
     limit = min(most, max(ratio_from, MAX_RATIO * size))
     try:
         with gzip.open(source) as stream:
-            while part := stream.read(_PART):
+            while part := stream.read(_CHUNK):
                 done += len(part)
                 if done > limit:
                     raise ValueError(f"{size:,} bytes of gzip inflate to more than {limit:,}")

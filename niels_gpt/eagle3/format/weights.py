@@ -40,7 +40,7 @@ EMBEDDINGS_RECEIPT, WEIGHTS_RECEIPT = "embeddings.json", "weights.json"
 WEIGHTS = {"embeddings": 2, "lm_head": 2, "norm": 1, "norm_bias": 1, "lm_head_bias": 1}
 """The tensors and their dimensions: [V, H], [V, H] (absent where tied to the embeddings), [H], [H], [V]."""
 _RECEIPT_BYTES = 4096
-_PART = 1 << 24  # values compared at a time
+_CHUNK = 1 << 24  # values compared at a time
 
 
 def write_target_embeddings(cache_dir: PathLike, weight: Tensor) -> str:
@@ -178,10 +178,12 @@ def _write(path: str, weights: Mapping[str, Tensor]) -> str:
 def _smallest(tensor: Tensor) -> Tensor:
     """Return the tensor in the smallest of bf16, fp16, fp32 that changes none of its values."""
     for dtype in DTYPES.values():
-        if tensor.dtype == dtype or all(torch.equal(part.to(dtype).to(part.dtype), part) for part in _parts(tensor)):
+        if tensor.dtype == dtype or all(
+            torch.equal(chunk.to(dtype).to(chunk.dtype), chunk) for chunk in _chunks(tensor)
+        ):
             return tensor.to(dtype)
     raise ValueError(f"a weight of {tensor.dtype}: expected values that {', '.join(DTYPES)} hold exactly")
 
 
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(tensor, max(1, _PART // max(1, tensor[:1].numel())))
+def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(tensor, max(1, _CHUNK // max(1, tensor[:1].numel())))

@@ -25,13 +25,13 @@ from torch import Tensor
 from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.cache import reconstruct_target_probs
 from niels_gpt.eagle3.format.layout import INT_FIELDS
-from niels_gpt.eagle3.format.plan import CONVERTED_FROM, Batch, Plan, differing_fields, open_plan
-from niels_gpt.eagle3.forward import NativeForward, NonFiniteError, PlannedForward, broken_weight, cache_fields
+from niels_gpt.eagle3.format.plan import CONVERTED_FROM, Batch, TargetPlan, differing_fields, open_plan
+from niels_gpt.eagle3.forward import DenseForward, NativeForward, NonFiniteError, broken_weight, cache_fields
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.inspect.forms import DenseCache, NativeCache, open_cache
 from niels_gpt.eagle3.inspect.opened import AUX, INDICES, PROBS, VALUES, Field, NotChecked, StoredSample, weight_row
 from niels_gpt.eagle3.inspect.verify import Report
-from niels_gpt.eagle3.target import PART_VALUES, HFEagle3TargetModel, capture
+from niels_gpt.eagle3.target import CHUNK_VALUES, HFEagle3TargetModel, capture
 from niels_gpt.eagle3.workers import Load, torch_threads
 from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Verdict
@@ -124,7 +124,7 @@ def _with_plan(cache: DenseCache | NativeCache, target: Target, k: int, seed: in
         how = plan, cache.samples, model, device
         try:
             head = TargetHead.of_model(model) if isinstance(cache, NativeCache) else None
-            dense = None if head else PlannedForward(*how)
+            dense = None if head else DenseForward(*how)
         except ValueError as error:
             yield _cannot_run(cache, model, error)
             return
@@ -147,7 +147,7 @@ def _cannot_run(cache: DenseCache | NativeCache, model: Any, error: ValueError) 
     return CacheError(cache.folder, f"the target cannot be run again: {error}", code="E706")
 
 
-def _batches(plan: Plan, k: int, seed: int) -> list[tuple[int, Batch, list[int]]]:
+def _batches(plan: TargetPlan, k: int, seed: int) -> list[tuple[int, Batch, list[int]]]:
     """Return the batches that hold `k` samples drawn by the seed: shard, batch, and which of its rows were drawn."""
     drawn, first, found = set(_drawn(plan.manifest["num_samples"], k, seed)), 0, []
     for shard, batches in enumerate(plan.batches):
@@ -160,7 +160,7 @@ def _batches(plan: Plan, k: int, seed: int) -> list[tuple[int, Batch, list[int]]
 
 def _run_again(
     cache: DenseCache | NativeCache,
-    forward: PlannedForward | NativeForward,
+    forward: DenseForward | NativeForward,
     shard: int,
     batch: Batch,
     rows: Sequence[int],
@@ -484,7 +484,7 @@ class _Again:
         stored = [row.tensors[AUX][0].float() for row in rows]
         found: list[list[tuple[float, int]]] = [[] for _ in rows]
         candidates = self._candidates(rows)
-        at_once = max(1, PART_VALUES // max(1, self.vocab_size))
+        at_once = max(1, CHUNK_VALUES // max(1, self.vocab_size))
         for begin in range(0, len(candidates), at_once):
             tokens = candidates[begin : begin + at_once]
             states = self._run(torch.tensor(tokens)[:, None]).aux_hidden_states[:, 0].float().cpu()

@@ -18,7 +18,7 @@ from niels_gpt.display.numbers import count_text, number_of, size_text
 from niels_gpt.eagle3.format.layout import shard_path
 from niels_gpt.eagle3.inspect.forms import DenseCache, NativeCache, open_cache
 from niels_gpt.eagle3.inspect.opened import AUX, PROBS, VALUES, refuse_malformed
-from niels_gpt.eagle3.target import PART_VALUES
+from niels_gpt.eagle3.target import CHUNK_VALUES
 from niels_gpt.pictures import new_figure, plain_axes, png, set_title
 from niels_gpt.progress import Progress
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:  # at run time inside the functions: loading matplotlib takes 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 MAX_SLOTS = 2000
 """Slots, at most, whose distribution and hidden states are read; no other floats of a cache are."""
-_PARTS = {
+_GROUPS = {
     "ids": ("input_ids", "loss_bits", "token_starts", "aux_starts", "row_starts"),
     "aux": (AUX,),
     "scales": ("aux_scales",),
     "last hidden": ("last_hidden_states",),
     "targets": ("log_normalizers", "argmax_ids"),
 }
-"""Part of a native cache -> its tensors in a shard."""
+"""Name in the output -> tensors of a native shard."""
 _WIDTH, _HEIGHT = 7.2, 2.8  # inches
 _FILL, _LINE = "#9ec5e8", "#c2410c"  # one light and one dark, for readers who cannot tell blue from orange
 _BINS = 24
@@ -157,7 +157,7 @@ def stats(path: Path, *, seed: int = 0, progress: Progress | None = None, follow
             progress(shard + 1, shard + 1, cache.num_shards)
     every = np.concatenate(counts)
     if isinstance(cache, NativeCache):
-        more = _of_native(cache, every, [int(part[:, 1].sum()) for part in counts[1:]], seed)
+        more = _of_native(cache, every, [int(each[:, 1].sum()) for each in counts[1:]], seed)
     else:
         more = _of_dense(cache, every, seed)
     lengths, supervised, positions = every[:, :3].T
@@ -268,7 +268,7 @@ def _native_sizes(cache: NativeCache, counts: NDArray[np.int64]) -> tuple[dict[s
     dtype = str(cache.manifest["aux_dtype"])
     per_token = [each / max(1, tokens) for each in (aux_rows, target_rows, disk["shard_bytes"], weights)]
     by_tensor = cache.layout.token_bytes(counts)
-    parts = {part: sum(by_tensor.get(name, 0.0) for name in names) for part, names in _PARTS.items()}
+    by_group = {group: sum(by_tensor.get(name, 0.0) for name in names) for group, names in _GROUPS.items()}
     sizes = {
         "aux_rows": aux_rows,
         "aux_share": per_token[0],
@@ -278,13 +278,13 @@ def _native_sizes(cache: NativeCache, counts: NDArray[np.int64]) -> tuple[dict[s
         **disk,
         "weights_bytes": weights,
         "bytes_per_token": per_token[2],
-        "bytes_per_token_by_part": {**parts, "weights": per_token[3]},
+        "bytes_per_token_by_part": {**by_group, "weights": per_token[3]},
     }
-    by_part = ", ".join(f"{name} {size:,.1f}" for name, size in parts.items() if size)
+    shown = ", ".join(f"{name} {size:,.1f}" for name, size in by_group.items() if size)
     return sizes, [
         ("auxiliary rows", f"{count_text(aux_rows)} ({per_token[0]:.1%} of the tokens){_FP8 * (dtype == 'fp8')}"),
         ("target rows", f"{count_text(target_rows)} ({per_token[1]:.1%} of the tokens)"),
-        ("bytes a token", f"{per_token[2]:,.1f}: {by_part}"),
+        ("bytes a token", f"{per_token[2]:,.1f}: {shown}"),
         *_disk_rows(disk, ""),
         ("size of the weights", f"{size_text(weights)}, once; {per_token[3]:,.1f} B a token"),
     ]
@@ -316,7 +316,7 @@ def _by_the_head(
             states = row.states(row.positions[within] - 1)  # a slot has those of the token before
             for norms in states.norm(dim=-1, dtype=torch.float64).numpy():
                 sums += norms
-    by_shard = [sum(part) / len(part) if part else math.nan for part in masses]
+    by_shard = [sum(each) / len(each) if each else math.nan for each in masses]
     total = sum(map(len, masses))
     mass_of_all = Mass(by_shard, sum(map(sum, masses)) / total) if total else None
     return np.array(entropies), _mean_norms(cache, sums, len(entropies)), mass_of_all
@@ -329,10 +329,10 @@ def _distributions(cache: NativeCache, tensors: dict[str, Tensor], rows: Tensor)
     """
     ids = cache.manifest["selected_token_ids"]
     masses, entropies = [torch.zeros(0)], [torch.zeros(0, dtype=torch.float64)]
-    for part in torch.split(rows, max(1, PART_VALUES // len(ids))):
+    for chunk in torch.split(rows, max(1, CHUNK_VALUES // len(ids))):
         with torch.no_grad():
-            logits = cache.head.logits(tensors["last_hidden_states"][part], ids).float()
-        masses.append((logits.logsumexp(-1) - tensors["log_normalizers"][part]).exp().clamp(max=1))
+            logits = cache.head.logits(tensors["last_hidden_states"][chunk], ids).float()
+        masses.append((logits.logsumexp(-1) - tensors["log_normalizers"][chunk]).exp().clamp(max=1))
         entropies.append(torch.special.entr(logits.double().softmax(-1)).sum(-1))
     return torch.cat(masses), torch.cat(entropies)
 

@@ -251,7 +251,7 @@ def _incomplete(cache: Eagle3Cache) -> Problems:
 
 def _wrong_files(cache: Eagle3Cache) -> Problems:
     folder, declared = cache.folder, f"{cache.num_shards:,} shards of {cache.num_samples:,} samples by {MANIFEST_NAME}"
-    yield from _missing_parts(cache)
+    yield from _missing_files(cache)
     found = existing_shard_indices(folder)
     for shard in (shard for shard in range(cache.num_shards) if shard not in found):
         yield cache.missing(shard_path(folder, shard), declared)
@@ -273,7 +273,7 @@ def _wrong_files(cache: Eagle3Cache) -> Problems:
         yield CacheError(folder / SIDECAR, f"{len(cache.samples)} samples", expected, code="E701")
 
 
-def _missing_parts(cache: Eagle3Cache) -> Problems:
+def _missing_files(cache: Eagle3Cache) -> Problems:
     if not cache.is_ours:
         return
     if cache.is_planned:
@@ -404,30 +404,30 @@ def _not_finite(row: StoredSample) -> Problems:
     cache = row.cache
     for name, values, places in row.fields():
         wrong_rows, first = 0, ""
-        for start, wrong, part in _wrong_numbers(values):
+        for start, wrong, chunk in _wrong_numbers(values):
             at, column = wrong.nonzero()[0].tolist()
             where = cache.at(int(places[start + at]), column)
-            first = first or f"{cache.label(name, column)} is {float(part[at, column])} at {where}"
+            first = first or f"{cache.label(name, column)} is {float(chunk[at, column])} at {where}"
             wrong_rows += int(wrong.any(dim=-1).sum())
         if wrong_rows:
             yield row.problem(f"{first} (so {cache.within(wrong_rows)})", "finite numbers")
 
 
 def _wrong_numbers(values: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the parts [rows, width] of a tensor with numbers that are not finite: first row, where, and the part."""
-    for start, part in _parts(values) if values.is_floating_point() else ():
-        if part.dtype == torch.float8_e4m3fn:  # has NaN, and no infinity
-            wrong = (part.view(torch.uint8) & 0x7F) == 0x7F
+    """Yield the parts [rows, width] of a tensor with numbers that are not finite: first row, where, and the chunk."""
+    for start, chunk in _chunks(values) if values.is_floating_point() else ():
+        if chunk.dtype == torch.float8_e4m3fn:  # has NaN, and no infinity
+            wrong = (chunk.view(torch.uint8) & 0x7F) == 0x7F
             is_good = not bool(wrong.any())
         else:
-            low, high = torch.aminmax(part)  # both are NaN where one is there; no copy is made
+            low, high = torch.aminmax(chunk)  # both are NaN where one is there; no copy is made
             is_good = bool(torch.isfinite(low) and torch.isfinite(high))
-            wrong = part if is_good else ~torch.isfinite(part)
+            wrong = chunk if is_good else ~torch.isfinite(chunk)
         if not is_good:
-            yield start, wrong, part
+            yield start, wrong, chunk
 
 
-def _parts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _chunks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield a tensor in pieces [rows, width] of at most _CHUNK values: the number of the first row, and the piece."""
     tensor = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
     step = max(1, _CHUNK // max(1, tensor.shape[-1]))
@@ -498,8 +498,8 @@ def tolerance(dtype: torch.dtype, width: int) -> float:
 def _wrong_sums(row: StoredSample, length: int, supervised: Tensor) -> Problems:
     probs = row.tensors[VALUES if VALUES in row.tensors else PROBS]
     allowed = tolerance(probs.dtype, probs.shape[-1])
-    lowest = torch.cat([part.amin(dim=-1) for _, part in _parts(probs)])
-    sums = torch.cat([part.sum(dim=-1, dtype=torch.float32) for _, part in _parts(probs)])
+    lowest = torch.cat([chunk.amin(dim=-1) for _, chunk in _chunks(probs)])
+    sums = torch.cat([chunk.sum(dim=-1, dtype=torch.float32) for _, chunk in _chunks(probs)])
     # In the padding other tools store a distribution, and this project stores zeros.
     is_padding = (sums == 0) & (torch.arange(len(sums)) >= length) & ~supervised
     for slot, so in _first(row, lowest < 0):

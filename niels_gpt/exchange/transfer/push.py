@@ -18,8 +18,15 @@ from typing import Any, TypeVar
 
 from niels_gpt.exchange.transfer.described import MARK_NAME, Described, Pushed, described
 from niels_gpt.exchange.transfer.jobs import Tally, at_once
-from niels_gpt.exchange.transfer.patience import Patience, end_of, in_thread
-from niels_gpt.exchange.transfer.remote import HUB_FOLDER, Bucket, redacted, scheme_of
+from niels_gpt.exchange.transfer.remote import (
+    HUB_FOLDER,
+    Bucket,
+    Patience,
+    end_of,
+    in_thread,
+    redacted,
+    scheme_of,
+)
 from niels_gpt.kinds.folders import refuse_unless_cache
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import REBUILD, CacheError

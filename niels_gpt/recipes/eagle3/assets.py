@@ -27,7 +27,7 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.display.numbers import many
 from niels_gpt.documents import Partition
 from niels_gpt.eagle3.draft_kind import DRAFT_VOCAB
-from niels_gpt.eagle3.units import SHARDS, FolderPlan
+from niels_gpt.eagle3.shard_units import SHARDS, PlannedFolder
 from niels_gpt.engine.units import (
     SHARDS_RULE,
     Plan,
@@ -72,7 +72,7 @@ from niels_gpt.storage.versions import PLAN_NAME
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 if TYPE_CHECKING:
-    from niels_gpt.eagle3.format.plan import Plan as TargetPlan
+    from niels_gpt.eagle3.format.plan import TargetPlan
     from niels_gpt.progress import Progress
 
 _SEALED = "sealed"
@@ -348,7 +348,7 @@ class TargetUnits(CacheUnits):
             "tokenizer_sha256": tokenizer,
             "tokenizer_content_sha256": tokenizer,
             "exclude_sha256": None,
-            "code": {},  # niels_gpt/eagle3/parts.py compares the code
+            "code": {},  # niels_gpt/eagle3/partitions.py compares the code
         }
         return fix_plan(self.path, content)
 
@@ -363,7 +363,7 @@ class TargetUnits(CacheUnits):
         if self.plan is None:
             return []
         work, total = self.plan.folder / WORK_NAME, self.settings.partitions
-        shards = states_of(FolderPlan(self.path, work, self._prepared.plan), SHARDS)
+        shards = states_of(PlannedFolder(self.path, work, self._prepared.plan), SHARDS)
         shards = [shard for shard in shards if shard.number >= 0]
         return [_together(number, shards[number::total]) for number in range(total)]
 
@@ -448,7 +448,7 @@ class TargetUnits(CacheUnits):
         from niels_gpt.eagle3.format.layout import shard_path
         from niels_gpt.eagle3.format.plan import shards_of_part
         from niels_gpt.eagle3.format.shard_writer import receipt_path
-        from niels_gpt.eagle3.parts import refuse_running
+        from niels_gpt.eagle3.partitions import refuse_running
 
         if self.plan is None:
             return False

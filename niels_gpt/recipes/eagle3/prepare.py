@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from niels_gpt.chat.rows import Row
     from niels_gpt.eagle3.build import Produced
-    from niels_gpt.eagle3.format.plan import Plan
+    from niels_gpt.eagle3.format.plan import TargetPlan
     from niels_gpt.eagle3.format.samples import Samples
     from niels_gpt.eagle3.inspect.recompute import Target
     from niels_gpt.progress import Progress
@@ -48,7 +48,7 @@ class Prepared:
 
     resolved: Resolved
     samples: Samples
-    plan: Plan
+    plan: TargetPlan
     shown: list[Row] = field(default_factory=list)
     """The first `options.show` samples."""
 
@@ -84,7 +84,7 @@ def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None 
         samples,
         dropped={reason: number for reason, number in counters.items() if reason not in not_dropped},
         altered=altered,
-        **resolved.known_parts,
+        **resolved.known_fields,
     )
     return Prepared(resolved, samples, plan, shown)
 
@@ -114,7 +114,7 @@ def prepared_before(resolved: Resolved, folder: Path) -> Prepared | None:
         record, samples = read_record(folder), Samples.open(folder / SIDECAR)
         if record is not None and resolved.draft_vocab is not None:
             manifest, counts = manifest_of(resolved, resolved.draft_vocab), (record["dropped"], record["altered"])
-            plan = make_plan(manifest, samples, dropped=counts[0], altered=counts[1], **resolved.known_parts)
+            plan = make_plan(manifest, samples, dropped=counts[0], altered=counts[1], **resolved.known_fields)
             return Prepared(resolved, samples, plan) if canonical_json(record) == canonical_json(plan.record) else None
     return None
 

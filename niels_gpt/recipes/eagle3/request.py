@@ -248,7 +248,7 @@ class Resolved(Target):
         return {} if start is None else {"document_start": start.record}
 
     @property
-    def known_parts(self) -> dict[str, Any]:
+    def known_fields(self) -> dict[str, Any]:
         """The parts of the plan, except for the manifest, that are known before the input is read."""
         return {
             "target": self.target_record,
@@ -439,7 +439,7 @@ def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:
         resolved = replace(resolved, source={**resolved.source, "input_data": source.get("input_data")})
     size = resolved.vocab_size
     selected = resolved.draft_vocab or list(range(size))  # of another size than the plan's, so the plans differ
-    refuse_other_plan(options.output_dir, manifest_of(resolved, selected), resolved.known_parts, options.part_numbers)
+    refuse_other_plan(options.output_dir, manifest_of(resolved, selected), resolved.known_fields, options.part_numbers)
     return resolved
 
 

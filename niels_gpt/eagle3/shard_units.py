@@ -15,16 +15,16 @@ from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 
 if TYPE_CHECKING:
-    from niels_gpt.eagle3.format.plan import Plan
+    from niels_gpt.eagle3.format.plan import TargetPlan
 
 
-class FolderPlan(NamedTuple):
+class PlannedFolder(NamedTuple):
     """The plan of a cache, and the folder in which its shards are made."""
 
     path: Path
     """What errors name: the public path of the cache."""
     folder: Path
-    plan: Plan
+    plan: TargetPlan
 
     @property
     def total(self) -> int:
@@ -32,22 +32,22 @@ class FolderPlan(NamedTuple):
         return self.plan.num_shards
 
 
-class ShardUnits(Looks[FolderPlan]):
+class ShardUnits(Looks[PlannedFolder]):
     """All units lie in one folder: shards beside each other, and their receipts in its sidecar."""
 
     word = "shard"
 
-    def look(self, plan: FolderPlan, number: int) -> Unit:
+    def look(self, plan: PlannedFolder, number: int) -> Unit:
         """Return a shard by its receipt and its size."""
         from niels_gpt.eagle3.resume import look_at
 
         return look_at(plan.folder, plan.plan, number)
 
-    def size(self, plan: FolderPlan, unit: Unit) -> int:
+    def size(self, plan: PlannedFolder, unit: Unit) -> int:
         """Return the bytes of a shard."""
         return plan.plan.bytes_of(unit.number)
 
-    def damage(self, plan: FolderPlan, unit: Unit, progress: Progress | None) -> str:
+    def damage(self, plan: PlannedFolder, unit: Unit, progress: Progress | None) -> str:
         """Compare each sample with its checksum in the receipt."""
         from niels_gpt.eagle3.format.layout import shard_path
         from niels_gpt.eagle3.format.shards import shards_of
@@ -63,11 +63,11 @@ class ShardUnits(Looks[FolderPlan]):
         damage = shards_of(plan.folder, plan.plan.manifest).damage(unit.number, add)
         return damage[0][1].removeprefix(f"{shard_path(plan.folder, unit.number)}: ") if damage else ""
 
-    def foreign(self, plan: FolderPlan) -> Iterator[tuple[Path, str]]:
+    def foreign(self, plan: PlannedFolder) -> Iterator[tuple[Path, str]]:
         """Yield shards beyond the plan's, and files that no part has put into `.parts`."""
         from niels_gpt.eagle3.format.layout import shard_path
         from niels_gpt.eagle3.format.manifest import existing_shard_indices
-        from niels_gpt.eagle3.parts import foreign_files
+        from niels_gpt.eagle3.partitions import foreign_files
 
         for shard in sorted(existing_shard_indices(plan.folder)):
             if shard >= plan.total:
@@ -76,7 +76,7 @@ class ShardUnits(Looks[FolderPlan]):
         for path in foreign_files(plan.folder):
             yield path, f"{os.path.relpath(path, plan.folder)}: no file of a partition"
 
-    def in_the_way(self, plan: FolderPlan, unit: Unit) -> list[Path]:
+    def in_the_way(self, plan: PlannedFolder, unit: Unit) -> list[Path]:
         """Return the shard's file: a run would take it for a finished one, or for another cache's."""
         from niels_gpt.eagle3.format.layout import shard_path
 
