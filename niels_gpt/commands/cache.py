@@ -162,7 +162,7 @@ settings_options(snapshot, only=READS)
 _CACHE = argument("cache", type=FOLDER, help="folder of a cache, such as cache/sft/oasst1")
 _TOKENIZER = option("--tokenizer", metavar="MODEL", help="file or folder; the one beside the cache if not given")
 _SPLIT = click.Choice(["train", "val"])
-_LOCATED = 2_000  # tokens that are printed where --tokens does not say how many
+_SHOWN = 200  # tokens
 
 
 def _most_tokens(default: int) -> Callable[..., Any]:
@@ -225,7 +225,7 @@ def stats(cache: Path, plot: Path | None) -> Result:
 @option("--split", type=_SPLIT, default="train", help="which split")
 @option("--at", type=int, default=0, metavar="N", help="token position, or number of an example or group")
 @option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", help="auto: on a terminal")
-@_most_tokens(200)
+@_most_tokens(_SHOWN)
 @_TOKENIZER
 def show(cache: Path, split: str, at: int, color: str, tokens: int | None, tokenizer: str | None) -> Result:
     """Print a piece of a cache."""
@@ -269,7 +269,7 @@ def diff(a: Path, b: Path, limit: int) -> Result:
 @_CACHE
 @argument("split", type=_SPLIT, help="train or val")
 @argument("position", type=parsed(token_position), help="token of the split, from 0: 1_000_000")
-@_most_tokens(_LOCATED)
+@_most_tokens(_SHOWN)
 @_TOKENIZER
 def locate(cache: Path, split: str, position: int, tokens: int | None, tokenizer: str | None) -> Result:
     """Print a document."""
@@ -278,7 +278,7 @@ def locate(cache: Path, split: str, position: int, tokens: int | None, tokenizer
 
     model = look.tokenizer_for(open_cache(cache), tokenizer)
     where: dict[str, Any] = {"split": split, "position": position}
-    most = _LOCATED if tokens is None else tokens
+    most = _SHOWN if tokens is None else tokens
     say(lambda: look.locate(cache, model, **where, num_tokens=most), is_safe=True)
     return Result(lambda: look.locate_data(cache, model, **where, num_tokens=tokens))
 

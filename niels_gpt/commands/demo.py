@@ -67,12 +67,12 @@ def _next(root: Path, outcomes: list[Outcome]) -> str:
     tries = [
         (["show", f"{root}/{_SHOWN}", "--split", "val"], "another chat, with its loss mask"),
         (["stats", f"{root}/pretrain/wikitext"], "lengths, drops, source and licence"),
-        (["show", f"{root}/trees/oasst1", "--at", "3"], "the threads of a tree, which fold into one row"),
+        (["show", f"{root}/trees/oasst1", "--at", "3"], "threads of a tree, folded into one row"),
         (["locate", f"{root}/pretrain/wikitext", "train", "1_000"], "the document at a token"),
         (["verify", f"{root}", "--deep"], "every byte against its checksum"),
     ]
     if outcomes[-1].key.startswith("eagle3"):
         tries.append((["eagle3", "stats", f"{root}/eagle3/targets"], "what a draft is trained on"))
     lines = [(shlex.join(["niels-gpt", *words]), why) for words, why in tries]
-    lines.append(("niels-gpt build --help", "caches of the hub's datasets, and of your own text and chats"))
+    lines.append(("niels-gpt build --help", "caches of the hub, or of your own text"))
     return f"Try next:\n{hints(lines)}"
