@@ -226,7 +226,7 @@ def bench_probs(arguments: argparse.Namespace, folder: Path) -> None:
 
 def real_masks(chats: int) -> list[NDArray[np.bool_]] | None:
     """Return the loss masks of chats of Dolly and OASST1, by GPT-2's tokenizer; None where they are not here."""
-    from niels_gpt.chat.tokenizers import open_tokenizer
+    from niels_gpt.chat import open_tokenizer
     from niels_gpt.recipes.eagle3.input import input_rows
     from niels_gpt.settings import Settings
 

@@ -25,8 +25,8 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from niels_gpt.cache.formats import IGNORE_INDEX
+from niels_gpt.chat import Chat, open_tokenizer
 from niels_gpt.chat.rows import Row, chat_rows
-from niels_gpt.chat.tokenizers import Chat, open_tokenizer
 from niels_gpt.data.dolly import iter_dolly_sft
 from niels_gpt.data.oasst1 import iter_oasst1_sft
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer

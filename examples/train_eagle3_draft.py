@@ -30,8 +30,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from niels_gpt.chat import open_tokenizer
 from niels_gpt.chat.rows import Row
-from niels_gpt.chat.tokenizers import open_tokenizer
 from niels_gpt.eagle3.cache import build_cached_eagle3_dataloader, read_manifest, read_target_embeddings
 from niels_gpt.eagle3.forward import draft_distribution
 from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target

@@ -14,7 +14,7 @@ from typing import Any, cast
 import dagster as dg
 
 from niels_gpt.cache.formats import SPLITS
-from niels_gpt.chat.backends import CacheBackend
+from niels_gpt.chat.tokenizers import CacheBackend
 from niels_gpt.display.numbers import count_text, many, share_text, size_text
 from niels_gpt.kinds.kind import Cache, Held, kind_named, look_command
 from niels_gpt.kinds.look import tokenizer_for

@@ -21,11 +21,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.build_sft import IN_PARTITIONS, LOSS, SPLIT_RULE, Examples, files_of
-from niels_gpt.chat.protocol import NOT_AS_TEXT, NOT_STABLE, REFUSED_BY_TEMPLATE, TOO_LARGE, UNKNOWN_TURNS, UNUSED_CALLS
+from niels_gpt.chat.chats import words_of
+from niels_gpt.chat.protocol import (
+    NOT_AS_TEXT,
+    NOT_STABLE,
+    REFUSED_BY_TEMPLATE,
+    SPECIAL_TEXT,
+    TOO_LARGE,
+    UNKNOWN_TURNS,
+    UNUSED_CALLS,
+    Chat,
+    ChatTokenizer,
+    EncodedChat,
+    RefusedChat,
+)
 from niels_gpt.chat.rows import EMPTY, MERGED, NO_SUPERVISED, WITHOUT_LOSS
-from niels_gpt.chat.templates import REMEDY
-from niels_gpt.chat.tokenizers import SPECIAL_TEXT, Chat, ChatTokenizer, EncodedChat, RefusedChat
-from niels_gpt.chat.turns import words_of
+from niels_gpt.chat.template import REMEDY
 from niels_gpt.documents import Partition
 from niels_gpt.encoding import DIGEST_BYTES, DIGEST_DTYPE
 from niels_gpt.engine.build import How, NoTextError, claim_of, run_build

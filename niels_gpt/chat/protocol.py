@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from niels_gpt.chat.template_process import Chat, Messages
 from niels_gpt.tokenizers.document_tokens import DocumentToken
 
+Messages = Sequence[Mapping[str, Any]]
+"""Of a chat. Each has `role`, and most have `content`; the values are those of JSON."""
 SPECIAL_TEXT: Final = "special_text"
 """Counter of chats in which a text holds the literal of a special token, which would become that token's id."""
 REFUSED_BY_TEMPLATE: Final = "refused_by_template"
@@ -34,6 +35,16 @@ ARGUMENTS_AS_TEXT: Final = "arguments_as_text"
 """Counter of chats that are kept, and in which a call's arguments are a text of JSON that is written as a string."""
 CHANGED: Final = (UNUSED_TOOLS, UNUSED_REASONING, UNUSED_WORDS, ARGUMENTS_AS_TEXT)
 """Counters of chats that are kept, of what the template does with them."""
+
+
+class Chat(NamedTuple):
+    """One conversation, for a chat template."""
+
+    name: str
+    """Its id in the source."""
+    messages: Messages
+    tools: list[Any] | None = None
+    """The functions that the assistant may call, as JSON schemas; None: not stated."""
 
 
 class RefusedChat(NamedTuple):
@@ -72,7 +83,7 @@ class ChatTokenizer(Protocol):
     mask_by: str
     """How the supervised tokens are found: generation, prefix, sentinels, or given where there is no template."""
     loss_on: str
-    """Which turns of the assistant carry loss: one of turns.LOSS_ON."""
+    """Which turns of the assistant carry loss: one of chats.LOSS_ON."""
     vocab_size: int
     """All ids are below it."""
     pad_id: int

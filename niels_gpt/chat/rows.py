@@ -25,11 +25,12 @@ from niels_gpt.chat.protocol import (
     LEADING_REPLY,
     NOT_STABLE,
     SPECIAL_TEXT,
+    Chat,
     ChatTokenizer,
+    Messages,
     RefusedChat,
 )
-from niels_gpt.chat.template_process import Chat, Messages
-from niels_gpt.chat.templates import REMEDY
+from niels_gpt.chat.template import REMEDY
 from niels_gpt.storage.errors import InputError, SourceError, TemplateError
 
 ROWS = "rows"

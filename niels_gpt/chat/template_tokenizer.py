@@ -1,6 +1,6 @@
-"""Encodes chats to ids and loss mask by a chat template, with the tokenizer of transformers or of a cache: backends.py.
+"""Encodes chats to ids and loss mask by a chat template, with the tokenizer of transformers or of a cache.
 
-Which roles are accepted: those that the template raises no error for; of these `assistant` carries loss. templates.py
+Which roles are accepted: those that the template raises no error for; of these `assistant` carries loss. template.py
 finds which characters of a chat carry loss; a token is supervised if it holds one of them, by its offsets, so a token
 that merges across the edge of a reply is supervised.
 """
@@ -10,32 +10,31 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.chat.backends import Backend
-from niels_gpt.chat.prefix_tokens import checked_edges, first_difference, mask_of
+from niels_gpt.chat.chats import UNUSABLE_VALUE, UnusableValueError, check_loss_on, lost, texts_of, usable
 from niels_gpt.chat.protocol import (
     REFUSED_BY_TEMPLATE,
     SPECIAL_TEXT,
     TOO_LARGE,
+    Chat,
     ChatTokenizer,
     EncodedChat,
     RefusedChat,
 )
-from niels_gpt.chat.template_code import DATE, asks_for_date
-from niels_gpt.chat.template_process import PROCESS, Chat, Job, TemplateLimitError
-from niels_gpt.chat.templates import MAX_TEMPLATE, REMEDY, ChatTemplate, Rendered
-from niels_gpt.chat.turns import check_loss_on, lost
-from niels_gpt.chat.values import UNUSABLE_VALUE, UnusableValueError, texts_of, usable
+from niels_gpt.chat.rendering import PROCESS, Job, TemplateLimitError
+from niels_gpt.chat.template import DATE, MAX_TEMPLATE, REMEDY, ChatTemplate, Rendered, Spans, asks_for_date
 from niels_gpt.storage.errors import TemplateError, errors_as
 from niels_gpt.tokenizers.document_tokens import DocumentToken
 
 T = TypeVar("T")
+Tokens = tuple[list[int], list[tuple[int, int]]]
+"""Ids of a text, and start and end of each token in characters."""
 
 _BRACKETS = "<>|[]/_ "
 _USUAL_ROLES = frozenset(
@@ -46,6 +45,35 @@ _WORDS = "71930 46258", "58291 60374"  # of a probe chat: no template's own text
 _DECODED, _SHOWN = 8, 80  # tokens whose text is shown in a message about a difference, and characters of it
 _ALL_CHECKED, _CHECKED_EVERY = 1000, 100  # the chats whose prefixes are tokenized too: the first ones, then every 100th
 _TOGETHER = 1 << 20  # characters that are tokenized at once: each may be a token, and one with offsets takes 230 bytes
+
+
+class Backend(Protocol):
+    """What a template needs of a tokenizer."""
+
+    name: str
+    """Folder or hub id, for messages."""
+    sha256: str
+    """Of the tokenizer."""
+    template: str | None
+    """Its own chat template."""
+    tool_template: str
+    """How to name the other one that it has for chats with tools; "": it has none."""
+    variables: Mapping[str, str]
+    """Of a template: bos_token and so on."""
+    added_tokens: Sequence[str]
+    """Literals of all added tokens."""
+    special_tokens: frozenset[str]
+    """Literals of those that are special, and of the variables."""
+    vocab_size: int
+    """All ids are below it."""
+    special_token_ids: list[int | None]
+    """bos, eos, pad, unk."""
+
+    def encoded(self, texts: list[str]) -> list[Tokens]:
+        """Return the tokens of each text, without BOS and EOS of a post-processor."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
 
 
 def _in_groups(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
@@ -96,7 +124,7 @@ class TemplateTokenizer(ChatTokenizer):
 
         start, usual_starts: as of ChatTokenizer.
 
-        Raises: ValueError for a template that is too long, and for another `loss_on` than those of turns.LOSS_ON.
+        Raises: ValueError for a template that is too long, and for another `loss_on` than those of chats.LOSS_ON.
         """
         with errors_as("E407", (ValueError,)):
             self.loss_on = check_loss_on(loss_on)
@@ -259,3 +287,47 @@ class TemplateTokenizer(ChatTokenizer):
     def _shown(self, ids: Sequence[int], at: int) -> str:
         """Return the text of some ids for a message."""
         return self.decode(ids[at : at + _DECODED])[:_SHOWN]
+
+
+_CHECKED_EDGES = 16
+
+
+def mask_of(offsets: NDArray[np.int64], spans: Spans) -> tuple[NDArray[np.bool_], bool]:
+    """Return which tokens hold a character of a span, bool [tokens], and whether one holds others as well.
+
+    offsets: int64 [tokens, 2], start and end of each token in characters of the text.
+    """
+    starts, ends = offsets[:, 0].copy(), offsets[:, 1]
+    # Some tokenizers leave white space out of the offsets. A token of spaces alone starts where the last one ended.
+    blank = np.flatnonzero(starts == ends)
+    starts[blank[blank > 0]] = ends[blank[blank > 0] - 1]
+    mask = np.zeros(len(offsets), dtype=np.bool_)
+    merged = False
+    for first, last in spans:
+        inside = (starts < last) & (ends > first)
+        merged = merged or bool((inside & ((starts < first) | (ends > last))).any())
+        mask |= inside
+    return mask, merged
+
+
+def checked_edges(edges: Sequence[int], text: str) -> list[int]:
+    """Return the ends of the prefixes whose tokens are compared: the first 16 and the last, without the whole text."""
+    inner = [edge for edge in edges if 0 < edge < len(text)]
+    return sorted({*inner[:_CHECKED_EDGES], *inner[-1:]})
+
+
+def first_difference(
+    ids: Sequence[int], offsets: NDArray[np.int64], text: str, edge: int, alone: Sequence[int]
+) -> int | None:
+    """Return the first token in which `alone`, the ids of text[:edge], is not a prefix of the text's ids, or None.
+
+    ids, offsets: of the text, offsets as of `mask_of`.
+    The last word of the prefix, with the white space around it, may have other tokens: it can merge with what follows,
+    and white space at an end of a text is one token where before a word it may be two.
+    """
+    at = next((place for place, (one, two) in enumerate(zip(ids, alone, strict=False)) if one != two), None)
+    if at is None:
+        return None if len(alone) <= len(ids) else len(ids)
+    words = text[:edge].rsplit(maxsplit=1)
+    last_word = len(words[0].rstrip()) if len(words) > 1 else 0
+    return None if offsets[at, 0] >= last_word else at

@@ -43,9 +43,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.chat.protocol import NOT_STABLE, SPECIAL_TEXT, ChatTokenizer, RefusedChat
-from niels_gpt.chat.template_process import Chat, Messages
-from niels_gpt.chat.turns import assistant_turns, calls_tools
+from niels_gpt.chat.chats import assistant_turns, calls_tools
+from niels_gpt.chat.protocol import NOT_STABLE, SPECIAL_TEXT, Chat, ChatTokenizer, Messages, RefusedChat
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import OutputFile, canonical_json, sha256_file

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.cache.build_templated import build_templated_sft
-from niels_gpt.chat.backends import CacheBackend
+from niels_gpt.chat.chats import check_loss_on
+from niels_gpt.chat.protocol import ChatTokenizer
 from niels_gpt.chat.template_tokenizer import problem_of
-from niels_gpt.chat.tokenizers import ChatTokenizer, template_tokenizer
-from niels_gpt.chat.turns import check_loss_on
+from niels_gpt.chat.tokenizers import CacheBackend, template_tokenizer
 from niels_gpt.data.local import LocalFiles
 from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
 from niels_gpt.recipes import sources

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from niels_gpt.chat.template_process import Chat
+from niels_gpt.chat.protocol import Chat
 from niels_gpt.data.exclude import Exclusion, read_exclusion, remaining
 from niels_gpt.data.files.text import WITH_NUL, note
 from niels_gpt.data.sources import Loader, LoadRequest

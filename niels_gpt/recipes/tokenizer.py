@@ -14,7 +14,7 @@ from typing import Any
 
 from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.cache.meta import find_meta, read_meta
-from niels_gpt.chat.backends import has_tool_template
+from niels_gpt.chat.tokenizers import has_tool_template
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.data.trees import TREES
 from niels_gpt.engine.meta import content_sha256

@@ -15,7 +15,7 @@ from support.start_tokenizers import FORMS, start_tokenizer
 from support.tiny_hub_models import begin_texts_with, write_model
 from tokenizers import Tokenizer
 
-from niels_gpt.chat.tokenizers import Chat, open_tokenizer
+from niels_gpt.chat import Chat, open_tokenizer
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest
 from niels_gpt.settings import Settings
 

@@ -16,7 +16,7 @@ from support.made_tokenizers import made_tokenizer
 from support.tool_templates import QWEN, plain
 from tokenizers import Tokenizer
 
-from niels_gpt.chat.tokenizers import Chat, open_tokenizer
+from niels_gpt.chat import Chat, open_tokenizer
 from niels_gpt.recipes.eagle3.input import input_rows
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer

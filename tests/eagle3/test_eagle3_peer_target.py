@@ -12,7 +12,7 @@ from support.commands import niels_gpt
 from support.peer_automodel import TARGET, PeerError
 from support.peer_caches import H3, NO_PEERS, PEERS, K, S, V, assert_same, files_of, read_ours
 
-from niels_gpt.chat.tokenizers import open_tokenizer
+from niels_gpt.chat import open_tokenizer
 from niels_gpt.eagle3.target import HFEagle3TargetModel, default_eagle3_aux_layer_ids, load_target
 
 pytestmark = [

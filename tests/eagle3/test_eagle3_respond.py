@@ -18,7 +18,7 @@ from support.eagle3_replies import answered as answered_by
 from support.errors import refused
 from support.tiny_hub_models import write_model
 
-from niels_gpt.chat.tokenizers import Chat, open_tokenizer
+from niels_gpt.chat import Chat, open_tokenizer
 from niels_gpt.recipes.eagle3.input import input_rows
 from niels_gpt.settings import Settings
 

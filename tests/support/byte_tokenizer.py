@@ -6,7 +6,7 @@ And the one-line cache that several tests build with it.
 import numpy as np
 
 from niels_gpt.cache.build_pretrain import build_pretrain
-from niels_gpt.chat.tokenizers import ChatTokenizer, EncodedChat, RefusedChat
+from niels_gpt.chat import ChatTokenizer, EncodedChat, RefusedChat
 
 
 class ByteTokenizer:

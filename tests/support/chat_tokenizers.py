@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from niels_gpt.chat import Chat, Row, backends, chat_rows, rows, template_process, template_tokenizer
+from niels_gpt.chat import Chat, Row, chat_rows, rendering, rows, template_tokenizer, tokenizers
 
 Messages = list[dict[str, Any]]
 
@@ -153,17 +153,17 @@ def dropped(counters):
 
 def rendered(template, *chats):
     """Render the first message of each chat in the process of the templates: "text" or "raised", and which."""
-    return list(template_process.PROCESS.render(template, {}, chats, [(each, 1, {}) for each in range(len(chats))]))
+    return list(rendering.PROCESS.render(template, {}, chats, [(each, 1, {}) for each in range(len(chats))]))
 
 
 def stop_rendering():
     """End the process of the templates; the next template starts another one."""
-    template_process.PROCESS.stop()
+    rendering.PROCESS.stop()
 
 
 def backends_of(ours, theirs):
     """Return what gives the ids to a tokenizer of chats, and what would with a tokenizer of transformers."""
-    return ours._backend, backends.TransformersBackend(theirs, "")
+    return ours._backend, tokenizers.TransformersBackend(theirs, "")
 
 
 @contextmanager
@@ -179,5 +179,5 @@ def checked_beginnings(*, first, every):
 def seconds_of_a_template(seconds):
     """Let a template take so much CPU time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template_process, "_SECONDS", seconds)
+        patch.setattr(rendering, "_SECONDS", seconds)
         yield

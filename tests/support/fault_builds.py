@@ -17,7 +17,7 @@ import pytest
 from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.cache.build_templated import build_templated_sft
-from niels_gpt.chat.tokenizers import Chat
+from niels_gpt.chat import Chat
 from niels_gpt.documents import DocumentBatch
 from niels_gpt.engine import build as engine_build
 from niels_gpt.recipes import gc

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.chat.protocol import Chat, ChatTokenizer
 from niels_gpt.chat.rows import GIVEN_FIELDS, Row, chat_rows, given_rows
-from niels_gpt.chat.tokenizers import Chat, ChatTokenizer
 from niels_gpt.data import local
 from niels_gpt.data.exclude import Exclusion, read_exclusion, remaining
 from niels_gpt.data.files.rows import numbered_rows

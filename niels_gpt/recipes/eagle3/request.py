@@ -41,7 +41,7 @@ from niels_gpt.storage.errors import CacheError, InputError, LeftOut, TargetErro
 from niels_gpt.storage.fileio import canonical_json
 
 if TYPE_CHECKING:
-    from niels_gpt.chat.tokenizers import ChatTokenizer
+    from niels_gpt.chat.protocol import ChatTokenizer
     from niels_gpt.eagle3.models import TargetFacts
 
 VOCAB_KEY, KEY = KEYS

@@ -20,7 +20,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import InputError, TargetError
 
 if TYPE_CHECKING:
-    from niels_gpt.chat.template_process import Chat
+    from niels_gpt.chat.protocol import Chat
     from niels_gpt.eagle3.replies import Answered, Prompt, Reply, Sampling, Speaker
     from niels_gpt.progress import Progress
 

@@ -13,7 +13,7 @@ There are two ways. A template decides by itself which one is used:
                  chat is refused. A reply has no loss where its header cannot be told from its words: if no message
                  stands before it, and if it is empty and a generation prompt adds nothing.
 
-Which of the assistant's turns carry loss is the choice of `loss_on`, see turns.py.
+Which of the assistant's turns carry loss is the choice of `loss_on`, see chats.py.
 
 Cost: by prefixes a chat of n replies is rendered 2 n times, and n times more where a template has no generation prompt
 or rewrites replies, since jinja always starts from scratch: 0.1 ms for one reply, 0.9 ms for four, 1.3 s for two
@@ -24,12 +24,23 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby, islice, pairwise
 from typing import Any, NamedTuple
 
+from niels_gpt.chat.chats import (
+    assistant_turns,
+    calls_tools,
+    changed,
+    labelled,
+    lost,
+    supervised_turns,
+    texts_of,
+    words_of,
+)
 from niels_gpt.chat.protocol import (
     EMPTY_REPLY,
     LEADING_REPLY,
@@ -37,29 +48,10 @@ from niels_gpt.chat.protocol import (
     REFUSED_BY_TEMPLATE,
     TOO_LARGE,
     UNKNOWN_TURNS,
+    Chat,
     RefusedChat,
 )
-from niels_gpt.chat.template_code import (
-    CLOSES,
-    DATE,
-    OPENS,
-    asks_for_date,
-    free_characters,
-    has_marks,
-    marked,
-    unmarked,
-)
-from niels_gpt.chat.template_process import PROCESS, Chat, Job, Outcome, TemplateLimitError
-from niels_gpt.chat.turns import (
-    assistant_turns,
-    calls_tools,
-    changed,
-    labelled,
-    lost,
-    supervised_turns,
-    words_of,
-)
-from niels_gpt.chat.values import texts_of
+from niels_gpt.chat.rendering import PROCESS, Job, Outcome, TemplateLimitError
 from niels_gpt.storage.errors import TemplateError
 
 logger = logging.getLogger(__name__)
@@ -123,7 +115,7 @@ class ChatTemplate:
     difference: Callable[[str, str], tuple[int, str, str]]
     """Takes two texts; returns the first token that differs, and a little of the text of each from there."""
     loss_on: str = "assistant"
-    """One of turns.LOSS_ON."""
+    """One of chats.LOSS_ON."""
     _ahead: list[Iterator[tuple[Job, Outcome]]] = field(default_factory=list, init=False, repr=False, compare=False)
     """Renderings of the current chat, made together with other chats, in the order of their use: by the template, and
     by the one with marks."""
@@ -223,7 +215,7 @@ class ChatTemplate:
         """Yield text and spans of each chat; RefusedChat if the template raises an error for it, leaves out calls, or
         is not prefix-stable for it.
 
-        chats: as values.usable returns them. Many are rendered together, as long as their texts are short.
+        chats: as chats.usable returns them. Many are rendered together, as long as their texts are short.
         Raises: ValueError for a template that is no jinja, or changes the text at its marks.
         """
         for group in _groups(chats):
@@ -454,3 +446,69 @@ def _groups(chats: Sequence[Chat]) -> Iterator[list[Chat]]:
             group, cost = [], 0
     if group:
         yield group
+
+
+DATE = "strftime_now"
+"""The function by which a template asks for the date."""
+OPENS, CLOSES = "loss_begins_here", "loss_ends_here"
+"""Variables that the template of `marked` writes at the start and the end of marked text."""
+_MACRO = "words_that_carry_loss"
+_MARK = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+_PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))  # private use: no text needs them
+
+
+def has_marks(template: str) -> bool:
+    """Whether a template has {% generation %} in its code; one in a comment does not count."""
+    return any(one[0] == "block_begin" and two == ("name", "generation") for one, two in pairwise(_code(template)))
+
+
+def asks_for_date(template: str) -> bool:
+    """Whether a template uses strftime_now for more than whether it is defined."""
+    code = _code(template)
+    for at, token in enumerate(code):
+        after = [value for _, value in code[at + 1 : at + 4]]
+        if token == ("name", DATE) and after[:2] != ["is", "defined"] and after != ["is", "not", "defined"]:
+            return True
+    return False
+
+
+def marked(template: str) -> str:
+    """Return a template with the same output, but for the variables OPENS and CLOSES around what is marked."""
+    # A {% call %} block has the scope of a generation block, and white space around it is treated alike.
+    macro = f"{{% macro {_MACRO}() %}}{{{{ {OPENS} }}}}{{{{ caller() }}}}{{{{ {CLOSES} }}}}{{% endmacro %}}\n"
+    return macro + _MARK.sub(lambda tag: f"{tag[1]}{'endcall' if tag[2] else f'call {_MACRO}()'}{tag[3]}", template)
+
+
+def free_characters(texts: Iterable[str], number: int) -> list[str] | None:
+    """Return so many private characters that none of the texts contains; None if there are not so many."""
+    text = "".join(texts)
+    taken = set() if text.isascii() else set(text)
+    free = (chr(code) for code in chain(*_PRIVATE) if chr(code) not in taken)
+    found = list(islice(free, number))
+    return found if len(found) == number else None
+
+
+def unmarked(text: str, marks: Sequence[str]) -> tuple[str, list[tuple[int, int]]] | None:
+    """Return a text without marks, and start and end of each marked part that is not empty.
+
+    None unless marks open and close in turn.
+    """
+    parts = re.split(f"([{''.join(marks)}])", text)
+    if parts[1::2] != list(marks) * (len(parts) // 4):
+        return None
+    plain, ends = parts[::2], [0]
+    for part in plain:
+        ends.append(ends[-1] + len(part))
+    spans = zip(ends[1::2], ends[2::2], strict=False)
+    return "".join(plain), [(start, end) for start, end in spans if start < end]
+
+
+def _code(template: str) -> list[tuple[str, str]]:
+    """Return kind and text of the jinja tokens of a template, without comments; [] for what is no jinja."""
+    import jinja2
+
+    try:
+        found = [(kind, value) for _, kind, value in jinja2.Environment().lex(template)]
+    except jinja2.TemplateSyntaxError:  # reported when it is rendered
+        return []
+    return [(kind, value) for kind, value in found if kind not in ("whitespace", "data", "comment")]

@@ -1,4 +1,4 @@
-"""Renders chat templates in another process, which a template can neither hang nor fill: template_worker.py.
+"""Renders chat templates in another process, which a template can neither hang nor fill: worker.py.
 
 One such process serves all templates of this process. It starts with the first chat, and again after a template has run
 into a limit. A text depends on template, chat and variables alone, so it does not matter which process renders it.
@@ -19,13 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from niels_gpt.chat import template_worker
+from niels_gpt.chat import worker
+from niels_gpt.chat.protocol import Chat
 from niels_gpt.storage.errors import TemplateError, WorkerDied
 
-Messages = Sequence[Mapping[str, Any]]
-"""Of a chat. Each has `role`, and most have `content`; the values are those of JSON."""
 Job = tuple[int, int, dict[str, Any]]
 """Number of the chat, how many of its messages are rendered, variables beside those of all jobs."""
 Outcome = tuple[str, str]
@@ -36,16 +35,6 @@ _WALL = 4.0, 10.0  # wall time: by the CPU time, and added, for a machine that h
 _START_S = 120.0
 _FRAME = 1 << 24  # characters of the texts in one answer, and those that are expected, at most, or one text
 _MAX_CHARS = 1 << 22, 16  # of a text: four million, or sixteen times the chat
-
-
-class Chat(NamedTuple):
-    """One conversation, for a chat template."""
-
-    name: str
-    """Its id in the source."""
-    messages: Messages
-    tools: list[Any] | None = None
-    """The functions that the assistant may call, as JSON schemas; None: not stated."""
 
 
 class TemplateLimitError(TemplateError):
@@ -88,7 +77,7 @@ class TemplateProcess:
             with self._lock:
                 outcomes = self._answer({**request, "jobs": jobs[first:last], "seconds": seconds}, seconds)
             if any(kind == "memory" for kind, _ in outcomes):
-                raise TemplateLimitError(f"takes more than {template_worker.MEMORY_BYTES >> 20} MiB of memory")
+                raise TemplateLimitError(f"takes more than {worker.MEMORY_BYTES >> 20} MiB of memory")
             first += len(outcomes)
             yield from map(tuple, outcomes)
 
@@ -128,7 +117,7 @@ class TemplateProcess:
             raise
 
     def _start(self) -> None:
-        command = [sys.executable, "-P", str(Path(template_worker.__file__))]
+        command = [sys.executable, "-P", str(Path(worker.__file__))]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
@@ -144,7 +133,7 @@ class TemplateProcess:
     def _exchange(process: subprocess.Popen[bytes], request: Any, seconds: float) -> Any:
         """Send a request; returns the answer. Raises: TimeoutError after `seconds`; EOFError, OSError."""
         assert process.stdin is not None and process.stdout is not None
-        template_worker.send(process.stdin, request)
+        worker.send(process.stdin, request)
         deadline, pipe = time.monotonic() + seconds, process.stdout.fileno()
 
         def read(size: int) -> bytes:

@@ -2,7 +2,7 @@
 
 A template comes with a target, so anybody may have written it. It is rendered in jinja's sandbox, which keeps it from
 files and from Python's internals, but not from `'x' * 4000000000` or from loops within loops.
-template_process.py starts this file as a script and talks to it over pipes: a frame is its length, eight bytes, and
+rendering.py starts this file as a script and talks to it over pipes: a frame is its length, eight bytes, and
 JSON. So it imports nothing of this project.
 """
 
