@@ -1,10 +1,9 @@
-"""niels-gpt demo: every cache of the bundled sample, in one folder, and what to try with them."""
+"""niels-gpt demo: builds every cache of the bundled sample, and suggests commands to try."""
 
 from __future__ import annotations
 
 import logging
 import shlex
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich_click import argument
 
-from niels_gpt.commands.console import ExitCode, Result, command, escaped, is_color_wanted, say
+from niels_gpt.commands.console import ExitCode, Result, command, escaped, is_color_wanted, say, tell
 from niels_gpt.display.tables import hints
 from niels_gpt.settings import Settings
 
@@ -26,15 +25,18 @@ _TOKENS = 120  # of the example
 
 @command(
     "demo",
-    "Build every cache from the bundled sample, and print what to try next.\n\n"
-    "The caches are those of `make run`: FOLDER/sample/pretrain/..., FOLDER/sample/sft/... Without FOLDER a new folder "
-    "for temporary files is made and kept. eagle3/targets needs the extra eagle3.",
-    kept=". What was finished is kept; the same command resumes",
-    level=logging.ERROR,  # the sample has odd rows on purpose; the table counts them
+    "Build every cache from the bundled sample, and suggest commands to try.\n\n"
+    "Writes FOLDER/sample/pretrain/..., FOLDER/sample/sft/... and so on. Without FOLDER it makes a new temporary "
+    "folder, which stays. eagle3/targets needs the extra eagle3.",
+    kept=". Finished caches are kept; the same command resumes",
+    level=logging.ERROR,  # the sample has odd rows on purpose
     examples="niels-gpt demo          in a new temporary folder\nniels-gpt demo cache    in cache/sample",
 )
 @argument(
-    "folder", type=click.Path(path_type=Path), required=False, help="folder for the caches; a new one if not given"
+    "folder",
+    type=click.Path(path_type=Path),
+    required=False,
+    help="folder for the caches; default: a new temporary folder",
 )
 def demo(folder: Path | None) -> Result:
     """Build the sample."""
@@ -47,7 +49,7 @@ def demo(folder: Path | None) -> Result:
     place = Path(tempfile.mkdtemp(prefix="niels-gpt-demo-")) if folder is None else folder
     settings = Settings(source_root="sample", cache_dir=str(place))
     root, outcomes, failures = cache_root(settings), list["Outcome"](), dict[str, Exception]()
-    print(f"Building the caches of the bundled sample in {escaped(root)} ...", file=sys.stderr)
+    tell(f"Building the caches of the bundled sample in {escaped(root)} ...")
     build_each(settings, chosen_keys(settings, None), outcomes, failures, refresh=False, of_all=True, bar=bar_of)
     say(outcomes_table(outcomes, failures))
     say(f"{len(outcomes)} caches in {root}, in {time.monotonic() - start:.0f} s")
@@ -63,7 +65,7 @@ def demo(folder: Path | None) -> Result:
 
 
 def _next(root: Path, outcomes: list[Outcome]) -> str:
-    """Return what to try, as lines that work as they are printed."""
+    """Return commands to try; each works as it is printed."""
     tries = [
         (["show", f"{root}/{_SHOWN}", "--split", "val"], "another chat, with its loss mask"),
         (["stats", f"{root}/pretrain/wikitext"], "lengths, drops, source and licence"),

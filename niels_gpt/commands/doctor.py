@@ -1,4 +1,4 @@
-"""niels-gpt doctor: what is installed and what needs care. niels-gpt explain: what a code of an error means."""
+"""niels-gpt doctor: installed packages, disk, and caches with problems. niels-gpt explain: the meaning of a code."""
 
 from __future__ import annotations
 
@@ -51,28 +51,28 @@ COMPLETION = {
     "zsh": 'eval "$(_NIELS_GPT_COMPLETE=zsh_source niels-gpt)"',
     "fish": "_NIELS_GPT_COMPLETE=fish_source niels-gpt | source",
 }
-"""The line of a shell's start file that makes it complete commands, sources and codes."""
+"""The line in a shell's start file that completes commands, sources and codes."""
 
 
 @dataclass(frozen=True)
 class Care:
-    """What a cache needs."""
+    """A problem of a cache, and the command that helps."""
 
     cache: str
     problem: str
     command: str
-    """Helps; "" if there is none."""
+    """"" if no command helps."""
     is_damage: bool = False
 
 
 @command(
     "doctor",
-    "Print what is installed, the room there is, and which caches need care.",
+    "Print what is installed, the free disk space, and caches with problems.",
     examples="niels-gpt doctor\nniels-gpt doctor /data/caches --json",
 )
 @argument("cache_dir", type=click.Path(path_type=Path), default=Settings().cache_dir, help="folder of the caches")
 def doctor(cache_dir: Path) -> Result:
-    """Look at the installation and the caches."""
+    """Examine the installation and the caches."""
     machine, extras = _machine(cache_dir), _extras()
     say(table(machine))
     say("\nextras")
@@ -102,7 +102,7 @@ def doctor(cache_dir: Path) -> Result:
         "caches": [str(cache) for cache in caches],
         "care": [asdict(care) for care in cares],
     }
-    if problem and str(cache_dir) != Settings().cache_dir:  # before the first build that one does not exist
+    if problem and str(cache_dir) != Settings().cache_dir:  # the default folder appears with the first build
         return Result(data, ExitCode.FAILED)
     return Result(data, ExitCode.DAMAGED if any(care.is_damage for care in cares) else ExitCode.GOOD)
 
@@ -126,7 +126,7 @@ def _machine(cache_dir: Path) -> list[tuple[str, str]]:
 
 
 def _locks(cache_dir: Path) -> str:
-    """Return how a folder of caches is locked, and whether that reaches other machines."""
+    """Return how a folder of caches is locked, and whether the lock reaches other machines."""
     mount = mount_of(cache_dir)
     on = f"on {mount.kind or 'a file system that is not known'}"
     try:
@@ -162,14 +162,14 @@ def _version(package: str) -> str | None:
 
 
 def _caches(folder: Path) -> tuple[str, list[Path], list[Care]]:
-    """Return the tokenizer in a folder of caches, the caches, and what they need."""
+    """Return the tokenizer in a folder of caches, the caches, and their problems."""
     from niels_gpt.kinds.folders import caches_below
     from niels_gpt.recipes.records import TOKENIZER_KEY
     from niels_gpt.storage.leftovers import versions_below
 
     try:
         caches = caches_below(folder)
-    except (CacheError, FileNotFoundError):  # no folder yet, or none in it
+    except (CacheError, FileNotFoundError):  # no such folder, or no cache in it
         caches = []
     cares = [care for cache in caches for care in _of_content(cache)]
     for versions in versions_below(folder) if folder.is_dir() else ():
@@ -196,7 +196,7 @@ def _engine(folder: Path) -> str:
     from niels_gpt.tokenizer import load_tokenizer
     from niels_gpt.tokenizers.engine import engine_name
 
-    with contextlib.suppress(ValueError, OSError):  # a damaged one is in the list of what needs care
+    with contextlib.suppress(ValueError, OSError):  # a damaged one is listed as a problem
         return f", encoded by {engine_name(load_tokenizer(folder, sentinels='optional'))}"
     return ""
 
@@ -258,7 +258,7 @@ def _codes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
 @command("explain", "Explain the code of an error or a warning.", examples="niels-gpt explain E203")
 @argument("code", shell_complete=_codes, help="as in error[E203]")
 def explain(code: str) -> Result:
-    """Print what a code means and what to do."""
+    """Explain a code."""
     text = explained(code, width())
     say(text)
     return Result(asdict(codes()[code.upper()]))

@@ -1,7 +1,7 @@
 """Tables and lines of text that fit a terminal, and small HTML tables for notebooks. Every value is escaped.
 
-Decides how wide printed text is (`width`), where a line that is too long is cut (`folded`: at spaces, never in a word or
-in a command), which columns of a table give way (`table`), and how many characters of one long text are printed (`cut`).
+Decides how wide printed text is (`width`), where a long line is folded (`folded`: at spaces, never in a word or in a
+command), which columns of a table give way (`table`), and how many characters of a long text are printed (`cut`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _MOST_CHARACTERS = 4_000
 _OF_TOKEN = 16  # characters
 _COLOUR = r"\x1b\[[0-9;]*m"
 # A command is one word, to the end of its sentence: people copy it.
-_COMMAND = r"(?:niels-gpt|pip install|python -m) \S.*?(?=[.;,]\s|[.;,]?$|\s\s)"
+_COMMAND = r"(?:niels-gpt|pip install|python -m) \S.*?(?:[.;,](?=\s|$)|(?=\s\s)|$)"
 _WORDS = re.compile(rf"{_COMMAND}|(?:{_COLOUR}|\S)+|\s+")
 
 
 def width(stream: TextIO | None = None) -> int:
     """Return how many columns a line printed to a stream may have: 40 to 120.
 
-    stream: sys.stdout if not given. The environment's COLUMNS counts first, then the stream's terminal; WIDTH otherwise.
+    The environment's COLUMNS decides, else the stream's terminal; without both it is WIDTH. stream: default sys.stdout.
     """
     stream = sys.stdout if stream is None else stream
     columns = os.environ.get("COLUMNS", "")
@@ -80,6 +80,7 @@ def _fitting(rows: Sequence[tuple[str, ...]], columns: int) -> tuple[list[int], 
         sizes.append(longer[-1][-1])
         least.append(max((size_of(word) for cell in cells for word in _WORDS.findall(cell) if word.strip()), default=0))
     gap, last = 2, len(sizes) - 1
+    least[last] = min(least[last], _LEAST_ROOM)  # a long path overflows its own line, and narrows no other column
 
     def cost(column: int) -> tuple[int, int]:
         """Return how readily a column gives way, and how many of its cells a narrower column would fold."""
@@ -162,20 +163,20 @@ def _cell(text: str) -> str:
 
 
 def escaped_html(text: str, style: str = "") -> str:
-    """Return a text as HTML, its control characters escaped as in `shown`. style: CSS of a span around it."""
+    """Return a text as HTML, control characters escaped. style: CSS for a span around it; "" for none."""
     escaped = html.escape(shown(text))
     return f'<span style="{style}">{escaped}</span>' if style else escaped
 
 
 def shown(text: str) -> str:
-    """Return a text for a terminal: control and format characters other than line ends and tabs are escaped."""
+    """Return a text with control and format characters escaped; line ends and tabs stay."""
     return _CONTROLS.sub(lambda found: ascii(found.group())[1:-1], text)
 
 
 def cut(text: str, most: int = _MOST_CHARACTERS, *, end: int = 0, where: str = "; --json has them all") -> str:
-    """Return the beginning of a text for a terminal, and how many characters are left out.
+    """Return a text shortened to `most` characters, with the number of those left out.
 
-    most: characters that are kept; `end` of them are the text's last. where: what gives the others.
+    end: how many of the kept characters are the text's last. where: says how to get the others.
     """
     if len(text) <= most:
         return text
@@ -185,5 +186,5 @@ def cut(text: str, most: int = _MOST_CHARACTERS, *, end: int = 0, where: str = "
 
 
 def most_of(num_tokens: int) -> int:
-    """Return how many characters of the text of some tokens are shown: more than any language has."""
+    """Return how many characters the text of some tokens may have at most: more than in any language."""
     return max(_MOST_CHARACTERS, _OF_TOKEN * num_tokens)
