@@ -44,7 +44,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer
 from niels_gpt.tokenizers import engine
-from niels_gpt.tokenizers.gigatoken.models import model_of
+from niels_gpt.tokenizers.gigatoken import model_of
 
 PEER_SHARE = 10  # the peer encodes one of so many documents
 AIMS = {"parquet": 0.45, "jsonl": 0.35, "peer": 40.0}

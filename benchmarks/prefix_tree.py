@@ -38,12 +38,12 @@ from folded_steps import folded_logprobs, gradients, tiny_llama, unfolded_logpro
 from measuring import Seconds, Ways, measured, ratio
 from torch import Tensor
 
-from niels_gpt.prefix_tree.backends.block_mask import block_mask
 from niels_gpt.prefix_tree.bins import SampleSizes, pack, plan_bins
 from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.fold import FoldedRollouts, fold_shared_prefix_rollouts
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import logits_head
+from niels_gpt.prefix_tree.masks import block_mask
 from niels_gpt.prefix_tree.tree_rows import tree_row
 
 # Tokens of prompt, of each of N completions. First those with an aim: 0.8 of the smaller ratio of tokens and pairs.

@@ -14,7 +14,7 @@ from niels_gpt.prefix_tree.attention import dense_mask
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, sample_logprobs
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import body_forward
-from niels_gpt.prefix_tree.savings.plot import plot_mask
+from niels_gpt.prefix_tree.plot import plot_mask
 from niels_gpt.tokenizer import load_tokenizer
 
 tokenizer = load_tokenizer("cache/sample/tokenizer/spm.model")

@@ -32,10 +32,10 @@ from tqdm import tqdm
 
 from niels_gpt.chat import open_tokenizer
 from niels_gpt.chat.rows import Row
+from niels_gpt.display.pictures import check_matplotlib, check_png, new_figure, plain_axes, png
 from niels_gpt.eagle3.cache import build_cached_eagle3_dataloader, read_manifest, read_target_embeddings
 from niels_gpt.eagle3.forward import draft_distribution
 from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target
-from niels_gpt.pictures import check_matplotlib, check_png, new_figure, plain_axes, png
 from niels_gpt.recipes.eagle3.input import input_rows
 from niels_gpt.settings import Settings
 

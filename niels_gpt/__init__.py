@@ -6,7 +6,7 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     data/                  where text and chats come from: one loader for each source, mirrors, files of your own
     hub/                   everything that uses the network: retries, datasets and models of the Hugging Face hub
     tokenizer.py           SentencePiece: text to ids and back; which models are accepted
-    tokenizer_training.py  how a SentencePiece model is trained reproducibly
+    tokenizer_training.py  trains a SentencePiece model or a BPE tokenizer.json reproducibly
     train_tokenizer.py     python -m niels_gpt.train_tokenizer
     tokenizers/            tokenizers of any kind behind one protocol
     documents.py           documents as columns: what a loader of files gives a builder
@@ -15,7 +15,7 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     special_tokens.py      the four sentinels, and how text that contains one is recognized
     chat_template.py       how this project turns a chat into ids
     chat/                  chat templates of other models: ids, and which tokens carry loss
-    display/               how people look at data: decoded with its loss mask; tables, a bar
+    display/               how people look at data: decoded with its loss mask; tables, a bar, pictures
     engine/                iterables in, files out: shuffle, split, encode, write, resume; a cache in units
     cache/                 the builders and readers of token caches (PR-03)
     builders/              the earlier name of engine/, for one release
@@ -29,9 +29,7 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     storage/               files on disk: atomic writes, locks, versions, CacheError
     inspection/            the earlier name of kinds/, for one release
     interop/               the earlier name of exchange/, for one release
-    pictures.py            what all PNG pictures share: their figure, axes and bytes
-    progress.py            the type of progress callbacks
-    interrupts.py          turns signals into KeyboardInterrupt; the exit status is commands/console.py's
+    work.py                what long work shares: the Progress callback, and signals that raise KeyboardInterrupt
     paths.py               default folders
 
 meta.json: engine/meta.py decides the keys of every cache, the builders in cache/ and prefix_tree/ those of a kind, and

@@ -1,4 +1,4 @@
-"""Documents as columns: what a loader of files gives a builder, many documents at a time; and parts of a source.
+"""What a loader of files gives a builder: many documents as columns, a sampled sequence; and parts of a source.
 
 A loader that reads rows one by one yields (split, text, id) instead; a builder takes both.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 NO_COUNTERS: tuple[tuple[int, Mapping[str, int]], ...] = ((0, {}),)
 
@@ -30,13 +30,34 @@ class DocumentBatch:
     counters: Sequence[tuple[int, Mapping[str, int]]] = NO_COUNTERS
     """(n, the loader's counters from document n of this batch on): ascending, the first n is 0."""
     position: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Each document's place in the files, a column for each key of data.files.rows.Position; {} if it has none."""
+    """Each document's place in the files, a column for each key of data.reader.Position; {} if it has none."""
     is_checked: bool = False
     """Whether all of this is known to be true, as the project's loaders know it; a builder checks other batches."""
 
     def __len__(self) -> int:
         """Number of documents."""
         return len(self.texts)
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One sampled sequence of L tokens.
+
+    Its scored tokens are the completion, or all L if it is not known where the completion begins.
+    """
+
+    ids: Any
+    """Integers [L]: prompt and completion, as sampled."""
+    prompt_length: int = -1
+    """Tokens before the completion; -1: not known."""
+    loss_mask: Any = None
+    """0 and 1 [L]: which tokens are targets. None: the scored tokens."""
+    logprobs: Any = None
+    """float32 [scored tokens]: the log-prob of each, by the model that sampled it."""
+    advantage: Any = None
+    """One float, or float32 [scored tokens]."""
+    reward: float | None = None
+    """The score of the sample."""
 
 
 MAX_PARTITIONS = 100_000

@@ -29,7 +29,7 @@ from niels_gpt.tokenizers.files import (
     read_file,
     tokenizer_file,
 )
-from niels_gpt.tokenizers.inputs import checked_ids, refuse_surrogates
+from niels_gpt.tokenizers.protocol import checked_ids, refuse_surrogates
 from niels_gpt.tokenizers.sentencepiece_proto import CONTROL, with_types
 
 if TYPE_CHECKING:

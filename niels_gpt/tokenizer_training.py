@@ -4,7 +4,7 @@
     write_tokenizer(trained, "artifacts/tokenizer")
     trained = train_tokenizer(["a text", "another"], kind="bpe", vocab_size=128_000)
 
-kind "sentencepiece" gives a SentencePiece model, "bpe" a byte-level BPE tokenizer.json (tokenizers/bpe_training.py).
+kind "sentencepiece" gives a SentencePiece model, "bpe" a byte-level BPE tokenizer.json.
 
 SentencePiece: with normalization "identity" the model is lossless: decode(encode(x)) == x for every text without
 U+2581, which marks a space in SentencePiece. Other normalizations use SentencePiece's defaults for the dummy prefix and
@@ -18,17 +18,18 @@ import io
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
-from niels_gpt.progress import Progress
-from niels_gpt.special_tokens import SPECIAL_TOKENS
+from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS, find_reserved_literal
 from niels_gpt.storage.errors import InTheWay, TokenizerError
 from niels_gpt.storage.fileio import canonical_json, write_bytes
 from niels_gpt.tokenizer import TokenizerPaths, sentinel_ids
 from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
-from niels_gpt.tokenizers.training_texts import MAX_PIECE_BYTES, TrainingTexts, training_pieces
+from niels_gpt.tokenizers.huggingface import MAX_OPENED_IDS
+from niels_gpt.work import Progress
 
 __all__ = [
     "MAX_PIECE_BYTES",
@@ -88,14 +89,12 @@ def train_tokenizer(
     _check_arguments(kind, vocab_size, model_type, normalization, character_coverage, max_bytes)
     feed = TrainingTexts(texts, max_bytes=max_bytes, progress=progress)
     if kind == "bpe":
-        from niels_gpt.tokenizers import bpe_training
-
-        model = bpe_training.train_model(feed, vocab_size)
-        about = bpe_training.describe_model(model)
+        model = _train_bpe(feed, vocab_size)
+        about = _describe_bpe(model)
         model_type, character_coverage = "bpe", 1.0
     else:
-        model = _run(feed, _options(vocab_size, model_type, normalization, character_coverage))
-        about = _describe_model(model)
+        model = _train_sentencepiece(feed, _options(vocab_size, model_type, normalization, character_coverage))
+        about = _describe_sentencepiece(model)
     meta = {
         **about,
         **feed.counts,
@@ -153,7 +152,7 @@ def _options(vocab_size: int, model_type: str, normalization: str, character_cov
     }
 
 
-def _run(feed: TrainingTexts, options: dict[str, Any]) -> bytes:
+def _train_sentencepiece(feed: TrainingTexts, options: dict[str, Any]) -> bytes:
     import sentencepiece
 
     model = io.BytesIO()
@@ -182,7 +181,7 @@ def _explained(error: RuntimeError, feed: TrainingTexts, options: dict[str, Any]
     return TokenizerError(f"SentencePiece could not train on {counts['pieces']} pieces of text: {error}", code="E406")
 
 
-def _describe_model(model: bytes) -> dict[str, Any]:
+def _describe_sentencepiece(model: bytes) -> dict[str, Any]:
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -212,3 +211,192 @@ def _check_arguments(
         raise ValueError(f"character_coverage={character_coverage}: expected more than 0 and at most 1")
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"max_bytes={max_bytes}: expected None or at least 1")
+
+
+_MIN_BPE_IDS: Final = len(SPECIAL_TOKENS) + 256
+"""The sentinels and the bytes."""
+_MIN_FREQUENCY: Final = 2
+"""A pair that occurs once is not merged."""
+
+_SPLIT: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""The pre-tokenizer, a regular expression whose matches are never merged with each other. It is Llama 3's, which is
+GPT-4's for nearly all text: English contractions; a word with the character before it; one to three digits; signs with
+the line ends behind them; runs of white space, without the last blank before a word."""
+
+
+def _train_bpe(texts: TrainingTexts, vocab_size: int) -> bytes:
+    """Return the bytes of a tokenizer.json with the sentinels as ids 0 to 3.
+
+    vocab_size: all ids, the sentinels and the 256 bytes included; fewer if the texts have too few pairs.
+    Raises: ValueError for a bad vocab_size, or no text; errors of the texts unchanged.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if not _MIN_BPE_IDS <= vocab_size <= MAX_OPENED_IDS:
+        expected = f"{_MIN_BPE_IDS} (four sentinels and 256 bytes) to {MAX_OPENED_IDS:,}"
+        raise ValueError(f"vocab_size={vocab_size}: expected {expected}")
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_SPLIT), "isolated"), byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=_MIN_FREQUENCY,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    try:
+        tokenizer.train_from_iterator(texts.documents(), trainer)
+    except Exception:
+        if texts.error is not None:
+            raise texts.error from None
+        raise
+    if not texts.counts["bytes_seen"]:
+        raise texts.nothing_usable()
+    return str(tokenizer.to_str()).encode() + b"\n"
+
+
+def _describe_bpe(model: bytes) -> dict[str, Any]:
+    """Return what tokenizer_meta.json says of a model of `_train_bpe`."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_buffer(model)
+    ids = {name: tokenizer.token_to_id(token) for name, token in zip(SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS, strict=True)}
+    return {
+        "vocab_size": int(tokenizer.get_vocab_size(with_added_tokens=True)),
+        "special_tokens": list(SPECIAL_TOKENS),
+        "special_token_ids": ids,
+        "model_sha256": hashlib.sha256(model).hexdigest(),
+        "tokenizers_version": str(tokenizers.__version__),
+        "split": _SPLIT,
+        "min_frequency": _MIN_FREQUENCY,
+    }
+
+
+MAX_PIECE_BYTES: Final = 4_000
+"""Utf-8 bytes of a training piece; SentencePiece drops longer ones than its max_sentence_length, 4,192."""
+
+_LONG_WORD = re.compile("|".join(rf"{kind}{{{MAX_PIECE_BYTES},}}" for kind in (r"[^\W\d_]", r"[^\w\s]", r"\s", "_")))
+"""What may be a word of bpe, such as a gene: the time that its training takes grows with the square of its length."""
+_SKIP_MARK = "\u2585"  # SentencePiece's mark for the unknown; it drops training pieces that contain it
+_SPACE_MARK = "\u2581"
+
+
+def training_pieces(text: str) -> Iterator[str]:
+    """Yield the training pieces of a text: at most MAX_PIECE_BYTES each, without U+2585; joined they are the text.
+
+    Split before a line feed if possible, because SentencePiece strips line ends from the end of a piece but not from
+    its start; else between two characters.
+    """
+    for part in text.split(_SKIP_MARK):
+        data = _utf8(part)
+        start = 0
+        while len(data) - start > MAX_PIECE_BYTES:
+            end = _cut(data, start)
+            yield data[start:end].decode()
+            start = end
+        if start < len(data):
+            yield data[start:].decode()
+
+
+def _cut(data: bytes, start: int) -> int:
+    limit = start + MAX_PIECE_BYTES
+    # From start + 2, so that no piece is only a line end.
+    end = data.rfind(b"\n", start + 2, limit + 1)
+    if end >= 0:
+        return end - 1 if data[end - 1 : end] == b"\r" and end - 1 > start else end
+    while data[limit] & 0xC0 == 0x80:  # inside a character
+        limit -= 1
+    return limit
+
+
+def _utf8(text: str) -> bytes:
+    # A lone surrogate, which utf-8 cannot encode, becomes a question mark.
+    return text.encode("utf-8", "replace")
+
+
+class TrainingTexts:
+    """The texts for one training; read once, by `pieces` or by `documents`."""
+
+    def __init__(self, texts: Iterable[str], *, max_bytes: int | None, progress: Progress | None) -> None:
+        """max_bytes: utf-8 bytes to read at most; the last text is truncated there."""
+        self.counts = {
+            "documents": 0,
+            "documents_with_reserved_literal": 0,
+            "documents_with_u2581": 0,
+            "bytes_given": 0,
+            "bytes_seen": 0,
+        }
+        self.digest = hashlib.sha256()
+        self.error: BaseException | None = None
+        """An error of the texts, which the libraries turn into one of theirs."""
+        self._texts = texts
+        self._max_bytes = max_bytes
+        self._full = False
+        self._progress = progress
+
+    def pieces(self) -> Iterator[str]:
+        """Yield the texts as SentencePiece takes them, in training pieces, which are counted too."""
+        self.counts["pieces"] = 0
+        for text in self._documents():
+            for piece in training_pieces(text):
+                # SentencePiece strips line ends after a piece, ignores NUL, and skips empty pieces.
+                if seen := len(_utf8(piece.rstrip("\r\n").replace("\0", ""))):
+                    self.counts["pieces"] += 1
+                    self.counts["bytes_seen"] += seen
+                    yield piece
+
+    def documents(self) -> Iterator[str]:
+        """Yield whole texts; one that is empty is left out, and words of thousands of letters are cut."""
+        for text in self._documents():
+            if text:
+                self.counts["bytes_seen"] += len(data := _utf8(text))
+                text, step = data.decode(), MAX_PIECE_BYTES
+                words = _LONG_WORD.finditer(text)
+                cuts = [at for word in words for at in range(word.start() + step, word.end(), step)]
+                yield from (text[begin:end] for begin, end in pairwise([0, *cuts, len(text)]))
+
+    def nothing_usable(self) -> Exception:
+        """Return the error of a training without a text."""
+        counts = self.counts
+        text = (
+            f"nothing to train a tokenizer on: {counts['documents']} documents of {counts['bytes_given']} bytes, "
+            f"{counts['documents_with_reserved_literal']} of them left out for a reserved literal. Give it more text"
+        )
+        return TokenizerError(text, code="E406")
+
+    def _documents(self) -> Iterator[str]:
+        try:
+            for text in self._texts:
+                if (kept := self._kept(text)) is not None:
+                    yield kept
+                if self._progress is not None:
+                    self._progress(self.counts["documents"], self.counts["bytes_given"], self._max_bytes)
+                if self._full:
+                    return
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def _kept(self, text: str) -> str | None:
+        """Count a text; return what is read of it, None for one with a reserved literal."""
+        data = _utf8(text)
+        if self._max_bytes is not None and len(data) >= self._max_bytes - self.counts["bytes_given"]:
+            self._full = True
+            text = data[: self._max_bytes - self.counts["bytes_given"]].decode("utf-8", "ignore")  # at a character
+            data = _utf8(text)
+        # With its length, or two texts would have the hash of their concatenation.
+        self.digest.update(len(data).to_bytes(8, "little") + data)
+        self.counts["documents"] += 1
+        self.counts["documents_with_u2581"] += _SPACE_MARK in text
+        self.counts["bytes_given"] += len(data)
+        if find_reserved_literal(text) is None:
+            return text
+        self.counts["documents_with_reserved_literal"] += 1
+        return None

@@ -10,8 +10,8 @@ from functools import partial
 
 import dagster as dg
 
-from niels_gpt.data.sources import SOURCES, SourceSpec
-from niels_gpt.data.trees import TREES
+from niels_gpt.data.sources import SOURCES, TREES
+from niels_gpt.data.spec import SourceSpec
 from niels_gpt.recipes.plan import every_recipe
 from niels_gpt.recipes.records import TOKENIZER_KEY
 from niels_gpt.recipes.tokenizer import ensure_tokenizer

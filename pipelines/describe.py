@@ -9,8 +9,8 @@ from typing import Any
 
 import dagster as dg
 
-from niels_gpt.data.sources import SOURCES, SourceSpec, credit_of
-from niels_gpt.data.trees import TREES
+from niels_gpt.data.sources import SOURCES, TREES, credit_of
+from niels_gpt.data.spec import SourceSpec
 from niels_gpt.kinds.kind import Page, kind_of_key, look_command
 from niels_gpt.recipes.plan import HOME_OF
 from niels_gpt.recipes.records import cache_root

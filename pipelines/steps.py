@@ -14,7 +14,6 @@ from dagster._core.storage.asset_check_execution_record import AssetCheckExecuti
 
 from niels_gpt.display.bar import progress_lines
 from niels_gpt.kinds.kind import Kind, builds_alone, kind_of_key, kinds
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.request import NoExtra, NoTarget
 from niels_gpt.recipes.plan import built_at, every_key, every_recipe
 from niels_gpt.recipes.records import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
@@ -26,6 +25,7 @@ from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.locks import file_lock
 from niels_gpt.storage.versions import VERSIONS_DIR, build_lock, is_plan, refuse_if_building, versions_dir
 from niels_gpt.storage.waits import Waits
+from niels_gpt.work import Progress
 from pipelines.checks import CAUSED_ELSEWHERE, NOT_THERE, rules_of
 from pipelines.deployment import Deployment
 from pipelines.metadata import materialize_result

@@ -20,7 +20,7 @@ from niels_gpt.cache.formats import BLOCK_BYTES, npy_header
 from niels_gpt.cache.shards import TEXTS_OF
 from niels_gpt.engine.checkpoints import CHECKSUMS
 from niels_gpt.engine.meta import Source, write_description
-from niels_gpt.engine.units import Plan, fix_plan
+from niels_gpt.engine.units import PartitionPlan, fix_plan
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.versions import PLAN_KIND
 
@@ -66,7 +66,7 @@ def make_cache(root: Path, *, shards: int, shard_bytes: int, documents: int, ver
     return path
 
 
-def make_partitions(root: Path, *, partitions: int, shards: int, shard_bytes: int, documents: int) -> Plan:
+def make_partitions(root: Path, *, partitions: int, shards: int, shard_bytes: int, documents: int) -> PartitionPlan:
     """Fix a plan and make all of its partitions, each with so many shards; returns the plan.
 
     documents: of all of them, every third one a duplicate.

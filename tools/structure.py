@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"", "storage", "settings", "paths", "interrupts", "progress"}),
+    frozenset({"", "storage", "settings", "paths", "work"}),
     frozenset(
         {
             "data",
@@ -25,7 +25,6 @@ LEVELS: tuple[frozenset[str], ...] = (
             "tokenizer_training",
             "tokenizers",
             "documents",
-            "pictures",
             "chat_template",
             "special_tokens",
             "signals",

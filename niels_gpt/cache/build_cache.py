@@ -1,4 +1,4 @@
-"""build_pretrain_cache and build_sft_cache: the signatures of the spec (PR-03), with optional extras (D2)."""
+"""The builders of the spec (PR-03), build_pretrain_cache and build_sft_cache, with optional extras (D2)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.chat_template import Message
 from niels_gpt.engine.meta import Source
-from niels_gpt.progress import Progress
 from niels_gpt.tokenizers.protocol import Tokenizer
+from niels_gpt.work import Progress
 
 __all__ = ["Message", "build_pretrain_cache", "build_sft_cache"]
 
@@ -39,20 +39,20 @@ def build_pretrain_cache(
 ) -> None:
     """Write out_dir/{train,val}/shard_*.bin, out_dir/index/{train,val}_docs.npy and out_dir/meta.json.
 
-    Tokens are little-endian uint16, or uint32 for more than 65,536 ids. The same texts in the same order, seed and
-    tokenizer give the same bytes.
+    Tokens are little-endian uint16, or uint32 for more than 65,536 ids. Equal texts in equal order, seed and tokenizer
+    give equal bytes. A killed build resumes when it is called again with the same texts and arguments.
     texts: one document each; by default the shards are exactly the concatenated `tokenizer.encode(text)` (D4).
-    max_train_tokens, max_val_tokens: tokens; a hash of seed and text decides the split, and the share of val is
-        max_val_tokens / both (D5).
-    shuffle_buffer: documents in the shuffle buffer; None: the order of the stream.
-    document_start, document_end: the tokens that begin and end each document, as for `build_pretrain`; "eot" is the
+    max_train_tokens, max_val_tokens: budgets in tokens. A hash of seed and text decides the split, and the share of val
+        is max_val_tokens / both (D5).
+    shuffle_buffer: documents in the shuffle buffer; None: keep the order of the stream.
+    document_start, document_end: tokens that begin and end each document, see `build_pretrain`; "eot" is the
         end-of-text sentinel.
-    on_special: a text that holds a special token is dropped and counted ("drop"), a ValueError ("raise"), or encoded as
+    on_special: drop and count a text that holds a special token ("drop"), raise ValueError ("raise"), or encode it as
         plain text ("text").
-    num_threads: threads that encode; 0: the caller's thread. executor: any concurrent.futures.Executor to encode
+    num_threads: threads that encode; 0: the caller's thread. executor: any concurrent.futures.Executor that encodes
         instead. Neither changes the output.
-    A killed build resumes when it is called again with the same texts and arguments.
-    Raises: ValueError for bad arguments and for an empty train split; CacheError and RuntimeError as `build_pretrain`.
+    Raises: ValueError for bad arguments, or an empty train split; CacheError while another process builds here, if
+        `out_dir` is no cache, or if documents changed since a killed run; RuntimeError if the engine fails.
     """
     build_pretrain(
         ((None, text) for text in texts),
@@ -90,10 +90,11 @@ def build_sft_cache(
 ) -> None:
     """Write out_dir/{train,val}_tokens.bin, out_dir/{train,val}_idx.npy and out_dir/meta.json.
 
-    idx has one int64 offset per example, in tokens; the last length follows from the file size (D3).
-    The same examples in the same order, seed and tokenizer give the same bytes.
-    A killed build resumes when it is called again with the same examples and arguments.
-    Raises: ValueError for bad arguments and if no example is left; CacheError and RuntimeError as `build_pretrain`.
+    idx has one int64 offset per example, in tokens; the last length follows from the file size (D3). Equal examples in
+    equal order, seed and tokenizer give equal bytes. A killed build resumes when it is called again with the same
+    examples and arguments.
+    Raises: ValueError for bad arguments, or if no example is left; CacheError while another process builds here, if
+        `out_dir` is no cache, or if examples changed since a killed run; RuntimeError if the engine fails.
     """
     build_sft(
         examples,

@@ -1,7 +1,7 @@
-"""Builds a pretrain cache in one pass: documents -> train/ and val/ shards, document index, source ids, meta.json.
+"""Build a pretrain cache in one pass: documents to train/ and val/ shards, document index, source ids, meta.json.
 
-Memory is bounded by the shuffle buffer and the batches encoded ahead, never by the corpus. `_settings` and `described`
-of shards.py give the keys of meta.json that only this kind has.
+The shuffle buffer and the batches encoded ahead bound the memory, never the corpus. The keys of meta.json that only
+this kind has come from `_settings`, and from `described` in shards.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS
 from niels_gpt.engine.meta import Source, vocabulary_of, write_description
 from niels_gpt.engine.split import TextSplit, TokenBudget, asked_share
 from niels_gpt.engine.stream import SHUFFLE_ALGORITHM, Shuffled
-from niels_gpt.progress import Progress
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.storage import fileio, versions
 from niels_gpt.tokenizers.document_tokens import DocumentToken
@@ -28,6 +27,7 @@ from niels_gpt.tokenizers.document_tokens import document_end as document_end_of
 from niels_gpt.tokenizers.document_tokens import document_start as document_start_of
 from niels_gpt.tokenizers.engine import open_engine
 from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer, token_dtype
+from niels_gpt.work import Progress
 
 _BY_TEXT = "by text: to val where the first 8 bytes of sha256(seed, newline, text), big-endian, are below {} * 2**64; "
 _MOVED = "where that would leave a split without a document, the nearest one goes there, to train first"
@@ -41,7 +41,7 @@ IN_PARTITIONS = {
     BUDGET_RULE: _BY_TEXT.format(f"the whole cache's {_OF_BUDGETS}") + _NOT_MOVED + _CUT + _EACH,
     FRACTION_RULE: _BY_TEXT.format("val_frac") + _NOT_MOVED,
 }
-"""What a partition does instead: it does not know the documents of the others."""
+"""The rule in a partition, which does not know the documents of the others."""
 
 
 def build_pretrain(
@@ -70,21 +70,21 @@ def build_pretrain(
     committed: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Build the cache and commit it at `out_dir`; returns its meta. A killed build resumes.
+    """Build a pretrain cache and commit it at `out_dir`. Returns its meta. A killed build resumes.
 
-    documents: batches, (split, text), or (split, text, id); split None: text and seed decide (D5); no id: its number.
-    max_train_tokens, max_val_tokens: tokens, document starts and ends included; None: no limit.
-    val_frac: below 1, the share of val, or the one to expect where documents name their split; None: as the budgets.
-    shuffle_buffer: documents that torch's shuffle buffer holds; None or 0: the order of the stream.
-    document_start, document_end: tokens of each document, as the settings name them. on_special: see TextEncoder.
-    num_threads: threads that encode, 0: the caller's own; executor: encodes instead; engine: see open_engine. None of
-        them changes the output. checkpoint_seconds: between two checkpoints; 0: one after each batch.
+    documents: batches, (split, text), or (split, text, id). split None: text and seed decide (D5). No id: its number.
+    max_train_tokens, max_val_tokens: budgets in tokens, document starts and ends included; None: no limit.
+    val_frac: share of val, below 1, or the expected one if documents name their split; None: by the budgets.
+    shuffle_buffer: documents in torch's shuffle buffer; None or 0: keep the order of the stream.
+    document_start, document_end: tokens around each document, as in the settings. on_special: see TextEncoder.
+    num_threads: threads that encode; 0: the caller's own. executor: encodes instead. engine: see open_engine. None of
+        these changes the output. checkpoint_seconds: between two checkpoints; 0: one after each batch.
     partial: upstream lacks a split; train may then be empty, and `built` in the meta is "partial".
-    partition: `documents` are its own, budgets and seed those of all. plan: the sha256 of plan.json.
+    partition: `documents` belong to it; budgets and seed are of the whole cache. plan: sha256 of plan.json.
     committed: called with the meta after the commit; if it fails, the next run finishes this build. progress: called
         with documents read, tokens written, and tokens of both budgets.
-    Raises: ValueError for bad arguments, an empty train split, and a sentinel if on_special="raise"; CacheError while
-        another process builds here, for what is no cache, and for documents that changed since a killed run.
+    Raises: ValueError for bad arguments, an empty train split, or a sentinel if on_special="raise"; CacheError while
+        another process builds here, if `out_dir` is no cache, or if documents changed since a killed run.
     """
     budget, source = TokenBudget({"train": max_train_tokens, "val": max_val_tokens}), source or Source()
     settings = _settings(split_rule, shard_bytes, on_special, partial, budget, shuffle_buffer or 0, val_frac)
@@ -133,7 +133,7 @@ def build_stub(
 
 
 def _encoder(tokenizer: Tokenizer, settings: dict[str, Any], rule: TextSplit, engine: str) -> TextEncoder:
-    """Return the encoder of a build. Raises: ValueError for a shard too small for one of its tokens, and as it does."""
+    """Return the encoder of a build. Raises: ValueError for bad arguments, or a shard too small for one token."""
     token_bytes = token_dtype(tokenizer.vocab_size).itemsize
     start, end = settings.get("document_start"), settings["document_end"]
     if settings["shard_bytes"] < token_bytes:
@@ -151,8 +151,8 @@ def _encoder(tokenizer: Tokenizer, settings: dict[str, Any], rule: TextSplit, en
 
 
 def _document_tokens(tokenizer: Tokenizer, start_choice: str | None, end_choice: str) -> dict[str, Any]:
-    """Return the keys of meta.json of what begins and ends a document: document_start only where there is such a token,
-    as before there was one. A caller's own tokenizer may have eot alone, for the end."""
+    """Return the keys of meta.json for the tokens around documents. Without a start token there is no key
+    document_start, as in older caches. A caller's own tokenizer may have only eot, for the end."""
     start, end = None, None
     if all(hasattr(tokenizer, name) for name in ("token", "token_id", "eos_id", "model_path")):
         start = document_start_of(cast(FullTokenizer, tokenizer), start_choice)
@@ -177,7 +177,7 @@ def _settings(
     shuffle_buffer: int,
     val_frac: float | None,
 ) -> dict[str, Any]:
-    """Return the keys of meta.json for a build's arguments, which decide its bytes. Raises: ValueError for bad ones."""
+    """Return the keys of meta.json for the arguments that decide a build's bytes. Raises: ValueError for bad ones."""
     if val_frac is not None and not 0 <= val_frac < 1:
         raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
     return {
@@ -194,7 +194,7 @@ def _settings(
 
 
 def _part_of_budgets(partition: Partition | None, budget: TokenBudget) -> dict[str, Any]:
-    """Give a partition its part of the budgets; returns its keys of meta.json."""
+    """Give a partition its part of the budgets. Returns its keys of meta.json."""
     if partition is None:
         return {}
     budget.limits = {split: partition.budget(limit) for split, limit in budget.limits.items()}

@@ -1,7 +1,7 @@
-"""Builds an sft cache by the project's own template: chats -> one token file a split, offsets, source ids, meta.json.
+"""Build an sft cache by the project's own template: chats to one token file per split, offsets, source ids, meta.json.
 
-Examples writes what sft caches of every template have (build_templated.py has the others). Here is decided which chats
-are dropped, and roles become sentinels, from which readers find the tokens that carry loss. Memory holds one batch.
+`Examples` writes sft caches of every template (other templates: build_templated.py). The module decides which chats are
+dropped, and turns roles into sentinels, from which readers find the tokens that carry loss. Memory holds one batch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from niels_gpt.engine.losses import Losses, loss_keys
 from niels_gpt.engine.meta import Source
 from niels_gpt.engine.split import TextSplit, Waiting, chat_text, count_duplicates
 from niels_gpt.engine.stream import Batch, ItemKind, digest_list, item_digest
-from niels_gpt.progress import Progress
 from niels_gpt.signals import EMPTY_REPLIES, ODD_TEXTS, REPEATED_REPLY, Counts, odd_in_chat
 from niels_gpt.storage.fileio import id_lines
 from niels_gpt.tokenizers.engine import open_engine
 from niels_gpt.tokenizers.protocol import Ids, Tokenizer
+from niels_gpt.work import Progress
 
 _BY_TEXT = (
     "by roles and contents: to val where the first 8 bytes of sha256(seed, newline, JSON of [[role, content], ...]), "
@@ -45,41 +45,40 @@ SPLIT_RULE = _BY_TEXT + _MOVED + _IN_ORDER
 IN_PARTITIONS = {
     SPLIT_RULE: f"{_BY_TEXT}none is moved where that leaves a split without an example; {_IN_ORDER} in each partition"
 }
-"""What a partition does instead: it does not know the chats of the others."""
+"""The rule in a partition, which does not know the chats of the others."""
 FILES: dict[str, str | None] = {
     **{f"{split}_tokens.bin": f"{split}_tokens.bin" for split in SPLITS},
     **{f"{split}_starts.bin": None for split in SPLITS},
     **{f"{split}_digests.bin": None for split in SPLITS},
     **{f"{split}_ids.txt": f"index/{split}_ids.txt" for split in SPLITS},
 }
-"""The files that a build appends to, for each split: the tokens of its examples, and the start, the digest (equal
-examples have equal ones) and the source id of each.
-"""
+"""Files that a build appends to, for each split: tokens, and start, digest (equal for equal examples) and source id of
+each example."""
 DIGESTS_OF = {split: f"index/{split}_digests.bin" for split in SPLITS}
-"""The digests of the examples of each split, where they are files of a cache: in a partition."""
+"""Digests of the examples, by split, as files of a partition."""
 LOSS: dict[str, str | None] = {f"{split}_loss.bin": None for split in SPLITS}
-"""More files, where the tokens that carry loss are stored: a byte for each token, 1 for a target."""
+"""Further files of a template with stored loss: a byte per token, 1 for a target."""
 NUMBERS = 4
-"""Of an example: tokens, supervised tokens, utf-8 bytes, digest."""
+"""Numbers per example: tokens, supervised tokens, utf-8 bytes, digest."""
 _SUMS = ("examples", "tokens", "supervised_tokens", "utf8_bytes")
 _LAST_REPLY = "digest of the last reply"
 _JOINT = "\0"  # after each role
 
 
 def files_of(partition: Partition | None) -> dict[str, str | None]:
-    """Return the files that a build appends to; a partition keeps the digests: duplicates are counted over all."""
+    """Return the files that a build appends to. A partition keeps the digests, to count duplicates over all of them."""
     return FILES if partition is None else FILES | {f"{split}_digests.bin": name for split, name in DIGESTS_OF.items()}
 
 
 class Examples:
-    """The examples of both splits on disk, and the counts of what was read: what the Writers of sft caches share."""
+    """Write the examples of both splits, and count what was read. Base of the Writers of sft caches."""
 
     expected, full = None, False
 
     def __init__(
         self, build: Build, source: Source, rule: TextSplit, dtype: np.dtype[Any], has_loss: bool = False
     ) -> None:
-        """dtype: of the tokens. has_loss: whether the targets are stored; then the build has the files of LOSS."""
+        """dtype: of the tokens. has_loss: store the targets too; the build then has the files of LOSS."""
         self._build, self._source, self._rule, self._has_loss = build, source, rule, has_loss
         zero = dict.fromkeys(SPLITS, 0)
         state = build.restored({"counts": {}, "noticed": {}, **dict.fromkeys(_SUMS, zero)})
@@ -113,10 +112,9 @@ class Examples:
     def note(
         self, name: str, roles: Sequence[str], texts: Sequence[str], odd: Mapping[str, str], *, has_empty: bool = True
     ) -> None:
-        """Count what is odd about a chat that is kept. roles, texts: of its messages.
+        """Count oddities of a kept chat. roles, texts: of its messages.
 
-        odd: counters of what is odd about single texts, each with such a text. has_empty: whether an empty reply is
-            odd.
+        odd: counter of an oddity -> a text that has it. has_empty: count an empty reply too.
         """
         for counter, text in sorted(odd.items()):
             self.warnings.note([counter], name, text)
@@ -136,10 +134,10 @@ class Examples:
         texts: Iterable[bytes],
         is_target: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Append examples to the files of their splits. tokens: of all of them, end to end.
+        """Append examples to the files of their splits. tokens: of all examples, end to end.
 
-        numbers: int64 [examples, NUMBERS]. names: source ids. texts: that decide the split (`chat_text`).
-        is_target: bool, as long as tokens; None where they are not stored.
+        numbers: int64 [examples, NUMBERS]. names: source ids. texts: decide the split (`chat_text`).
+        is_target: bool, as long as tokens; None if targets are not stored.
         """
         files = self._build.files
         in_val = self._rule.in_val(split_keys(texts, self._rule.seed))
@@ -158,7 +156,7 @@ class Examples:
                 self._sums[key][split] += added
 
     def described(self) -> dict[str, Any]:
-        """Finish the files; returns their keys of meta.json, and the counts."""
+        """Finish the files. Returns their keys of meta.json, and the counts."""
         build, sums = self._build, self._sums
         shards, index, ids, bits = {}, {}, {}, {}
         for split in SPLITS:
@@ -188,7 +186,7 @@ class Examples:
 
 
 def packed(parts: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
-    """Yield the bytes of a file of loss bits: a bit for each value, 0 or 1, of all parts end to end, lowest first."""
+    """Yield the bytes of a file of loss bits: one bit per value (0 or 1) of all parts end to end, lowest bit first."""
     rest = np.empty(0, dtype=np.uint8)
     for part in parts:
         values = np.concatenate([rest, part])
@@ -199,16 +197,16 @@ def packed(parts: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
 
 
 class Example(NamedTuple):
-    """One chat in the builder's form."""
+    """A chat in the builder's form."""
 
     name: str
-    """Its id in the source."""
+    """Id in the source."""
     problem: str | None
-    """The counter under which it is dropped for its form; None if the form is good."""
+    """Counter of a malformed chat, which is dropped; None for a good one."""
     roles: str
-    """Of its messages, joined; of a dropped chat, all of its strings."""
+    """Roles of its messages, joined; for a dropped chat, all its strings."""
     texts: list[str]
-    """Of its messages; [] for a dropped chat."""
+    """Texts of its messages; [] for a dropped chat."""
 
 
 def build_sft(
@@ -229,13 +227,14 @@ def build_sft(
     committed: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Build the cache and commit it at `out_dir`; returns its meta. A killed build resumes.
+    """Build an sft cache and commit it at `out_dir`. Returns its meta. A killed build resumes.
 
-    examples: lists of {"role": system|user|assistant, "content": text}, or pairs (id, list); the id of an example
-        without one is its number in the stream. An example with a special token in its text, an unknown role, a content
-        that is no text, or no assistant turn is dropped and counted in meta `dropped`.
-    The other arguments are those of `build_pretrain`; progress does not know the tokens to expect.
-    Raises: ValueError for bad arguments and if no example is left; CacheError and RuntimeError as `build_pretrain`.
+    examples: lists of {"role": system|user|assistant, "content": text}, or pairs (id, list); without an id, the number
+        in the stream is the id. Drops an example with a special token in its text, an unknown role, a content that is
+        no text, or no assistant turn, and counts it in meta `dropped`.
+    Takes the other arguments of `build_pretrain`; progress gets no expected tokens.
+    Raises: ValueError for bad arguments, or if no example is left; CacheError while another process builds here, if
+        `out_dir` is no cache, or if examples changed since a killed run; RuntimeError if the engine fails.
     """
     if not 0 <= val_frac < 1:
         raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
@@ -266,7 +265,7 @@ def _numbered(examples: Iterable[Any], first: int) -> Iterator[Example]:
 
 
 def _example(name: str, messages: Any) -> Example:
-    """Return a chat in the builder's form; in one pass, because most chats have two messages."""
+    """Return a chat in the builder's form, in one pass, because most chats have two messages."""
     joined, texts = "", []
     if not isinstance(messages, (list, tuple, Sequence)):
         return Example(name, "malformed", type(messages).__name__, [])
@@ -286,7 +285,7 @@ def _example(name: str, messages: Any) -> Example:
 
 
 def _strings(messages: Iterable[Any]) -> str:
-    """Return the strings in a malformed chat: the repr of other values may differ between processes."""
+    """Return the strings in a malformed chat. The repr of other values may differ between processes."""
     values = (value for message in messages if isinstance(message, Mapping) for value in message.values())
     return _JOINT.join(value for value in values if isinstance(value, str))
 
@@ -311,7 +310,7 @@ def _split_text(example: Example) -> bytes:
 
 
 class _Chats(Examples):
-    """Appends the chats that are kept: the Writer of this template."""
+    """Append kept chats: the Writer of the own template."""
 
     kind = _EXAMPLES
 
@@ -323,7 +322,7 @@ class _Chats(Examples):
         self._losses = Losses(encoder, self.warnings)
 
     def waiting(self, item: Example) -> Waiting:
-        """Return the text that decides a chat's split, if it is kept."""
+        """Return the text that decides a chat's split, if the chat is kept."""
         num_bytes = sum(map(len, item.texts)) + len(item.roles)
         if item.problem is not None or any(map(self.encoder.drops, item.texts)):
             return Waiting(None, num_bytes)
@@ -336,11 +335,11 @@ class _Chats(Examples):
             raise NoTextError(f"{self._path}: no example is left of {self.counts['examples_read']} read: {lost}")
 
     def warn(self, out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
-        """Log what is odd about a cache that was just built."""
+        """Log oddities of a cache that was just built."""
         self._losses.warn(out_dir, meta)
 
     def add(self, batch: Batch[Example], encoded: EncodedTexts) -> list[bytes]:
-        """Append the examples of a batch that are kept; returns the digests of all."""
+        """Append the kept examples of a batch. Returns the digests of all examples."""
         digests: list[bytes] = []
         kept: list[Example] = []
         contents: list[bytes] = []
@@ -387,10 +386,10 @@ class _Chats(Examples):
         is_kept: NDArray[np.bool_],
         encoded: EncodedTexts,
     ) -> None:
-        """Append examples; each text gets its role's sentinel before it and an end-of-text after it.
+        """Append examples. Each text gets its role's sentinel before it and an end-of-text after it.
 
         contents: digest of roles and contents of each. firsts: number of the first text of each. is_kept: bool [texts]
-        of the batch.
+            of the batch.
         """
         lengths = encoded.lengths[is_kept]
         ids = encoded.ids if is_kept.all() else encoded.ids[np.repeat(is_kept, encoded.lengths)]

@@ -1,6 +1,6 @@
-"""Builds an sft cache by any chat template: chats -> ids, and a bit for each token that says whether it carries loss.
+"""Build an sft cache by any chat template: chats to ids, and a bit per token that says whether it carries loss.
 
-Decides which chats are dropped, and counts them. Their ids and targets are decided in niels_gpt/chat/.
+Decides which chats are dropped, and counts them; niels_gpt/chat/ decides ids and targets.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from niels_gpt.engine.losses import UNKNOWN_IDS, warn_of_unknown
 from niels_gpt.engine.meta import Source
 from niels_gpt.engine.split import TextSplit, Waiting, chat_text
 from niels_gpt.engine.stream import Batch, ItemKind
-from niels_gpt.progress import Progress
 from niels_gpt.signals import odd_in_text, warn_of_signals
 from niels_gpt.storage.errors import SourceError, TokenizerError
 from niels_gpt.tokenizers.protocol import Tokenizer, token_dtype
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -65,16 +65,16 @@ REMEDIES = {
     ),
     UNKNOWN_TURNS: "Let all turns of the assistant carry loss: --loss-on assistant,tool_calls",
 }
-"""What helps where no chat is left, by a reason that is among theirs."""
+"""Remedy if no chat is left, by reason."""
 
 
 class _Item(NamedTuple):
-    """One chat in the builder's form."""
+    """A chat in the builder's form."""
 
     name: str
-    """Its id in the source."""
+    """Id in the source."""
     text: str
-    """All of it as JSON, in the order of its keys, which a template may write out; "" for a malformed one."""
+    """The chat as JSON, in the order of its keys, which a template may write out; "" for a malformed one."""
 
 
 _CHATS = ItemKind[_Item](
@@ -99,17 +99,17 @@ def build_templated_sft(
     committed: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Build the cache and commit it at `out_dir`; returns its meta. A killed build resumes.
+    """Build an sft cache by a chat template and commit it at `out_dir`. Returns its meta. A killed build resumes.
 
-    chats: messages with roles and any further values of JSON, which the template gets as they are. docs/formats.md,
-        "Loss bits", has the reasons for which one is dropped and counted in meta `dropped`, and what is counted in
-        `noticed` of those that are kept.
-    tokenizer: that the ids are of. chat_tokenizer: the same one with its template and the turns that carry loss.
-    on_special: what to do with a chat that holds the literal of a special token: "drop", or "raise" ValueError.
-    num_threads: 0: the caller's own; else rendering and encoding run beside the reading. Never changes the bytes.
-    The other arguments are those of `build_pretrain`; progress does not know the tokens to expect.
-    Raises: ValueError for bad arguments, for a template that cannot be used, and if no chat with a target is left;
-        CacheError and RuntimeError as `build_pretrain`.
+    chats: messages with roles and any further JSON values, which the template gets unchanged. docs/formats.md, "Loss
+        bits", lists the reasons to drop a chat, counted in meta `dropped`, and the oddities of kept chats, counted in
+        `noticed`.
+    tokenizer: produces the ids. chat_tokenizer: the same one, with its template and the turns that carry loss.
+    on_special: for a chat with the literal of a special token: "drop" it, or "raise" ValueError.
+    num_threads: 0: render and encode in the caller's thread; else beside the reading. Never changes the bytes.
+    Takes the other arguments of `build_pretrain`; progress gets no expected tokens.
+    Raises: ValueError for bad arguments, an unusable template, or if no chat with a target is left; CacheError while
+        another process builds here, if `out_dir` is no cache, or if chats changed since a killed run.
     """
     if not 0 <= val_frac < 1:
         raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
@@ -167,27 +167,27 @@ def _split_text(messages: Sequence[Mapping[str, Any]]) -> bytes:
 
 @dataclass(frozen=True)
 class _EncodedChats:
-    """A part of a batch of chats: the stored parts of kept chats, and why the others are dropped."""
+    """A part of a batch: kept chats, and the reasons why others are dropped."""
 
     ids: list[NDArray[Any]] = field(default_factory=list)
-    """Of each kept chat, in the cache's dtype."""
+    """Ids of each kept chat, in the cache's dtype."""
     targets: list[NDArray[np.bool_]] = field(default_factory=list)
-    """Of each kept chat, as long as its ids."""
+    """Targets of each kept chat, as long as its ids."""
     numbers: list[tuple[int, ...]] = field(default_factory=list)
-    """Of each kept chat: tokens, supervised tokens, utf-8 bytes, digest."""
+    """Tokens, supervised tokens, utf-8 bytes and digest of each kept chat."""
     texts: list[bytes] = field(default_factory=list)
-    """Of each kept chat: what decides its split."""
+    """Text of each kept chat that decides its split."""
     problems: dict[int, RefusedChat] = field(default_factory=dict)
     """Number of the chat in the batch -> why it is dropped."""
     names: list[str] = field(default_factory=list)
-    """Of each kept chat: its id in the source."""
+    """Source id of each kept chat."""
     chats: list[tuple[list[str], list[str]]] = field(default_factory=list)
-    """Of each kept chat: roles, and the words of the messages."""
+    """Roles, and words of the messages, of each kept chat."""
     noticed: Counter[str] = field(default_factory=Counter)
-    """What the template does with chats that are kept."""
+    """Counts of what the template does with kept chats."""
 
     def add(self, chat: Chat, ids: NDArray[Any], encoded: EncodedChat) -> None:
-        """Take a chat that is kept."""
+        """Take a kept chat."""
         targets = np.array(encoded.mask, dtype=np.bool_)
         targets[0] = False  # nothing predicts the first token
         self.names.append(chat.name)
@@ -201,7 +201,7 @@ class _EncodedChats:
 
 
 class _ChatEncoder:
-    """Encodes batches of chats and checks every id. Threads may share it."""
+    """Encode batches of chats and check every id. Threads may share it."""
 
     def __init__(self, chat_tokenizer: ChatTokenizer, vocab_size: int) -> None:
         self._chat_tokenizer, self._lock = chat_tokenizer, Lock()
@@ -214,10 +214,10 @@ class _ChatEncoder:
         return np.empty(0, dtype=np.uint64), np.frombuffer(b"".join(digests), dtype=DIGEST_DTYPE)
 
     def encode(self, texts: Sequence[bytes | str], first: int = 0) -> Iterator[_EncodedChats]:
-        """Encode chats, each as `_Item.text` has it. Raises: ValueError as the chat tokenizer, and for a wrong id.
+        """Encode chats, given as `_Item.text`. Raises: ValueError from the chat tokenizer, and for a wrong id.
 
-        The first part is encoded now: all of a batch, unless the template makes it much longer. Each other one is
-        encoded when it is asked for, so that one part is in memory however long the template makes them.
+        Encodes the first part now: the whole batch, unless the template makes it much longer. Encodes each further part
+        on request, so that memory holds one part however long the template makes them.
         """
         chats = [Chat(**json.loads(text)) if text else None for text in texts]
         with self._lock:
@@ -226,7 +226,7 @@ class _ChatEncoder:
         return chain([next(parts)], parts)
 
     def _parts(self, chats: list[Chat | None], found: Iterator[EncodedChat | RefusedChat]) -> Iterator[_EncodedChats]:
-        """found: of the chats that have a message."""
+        """found: chats that have a message."""
         encoded, tokens = _EncodedChats(), 0
         for number, chat in enumerate(chats):
             if chat is None or not chat.messages:
@@ -256,7 +256,7 @@ class _ChatEncoder:
 
 
 def _utf8_bytes(value: Any) -> int:
-    """Return the utf-8 length of every text in messages but the roles; half a surrogate pair counts three bytes."""
+    """Return the utf-8 length of all texts in messages except the roles. Half a surrogate pair counts three bytes."""
     if isinstance(value, str):
         return len(value) if value.isascii() else len(value.encode(errors="surrogatepass"))
     if isinstance(value, dict):
@@ -271,7 +271,7 @@ def _digest(chat: Chat) -> int:
 
 
 class _Chats(Examples):
-    """Appends the chats that are kept, with their targets: the Writer of all other templates."""
+    """Append kept chats with their targets: the Writer of all other templates."""
 
     kind = _CHATS
 
@@ -290,14 +290,14 @@ class _Chats(Examples):
         self._first_problem = ""  # of the first chat that was dropped in this run for a reason that has words
 
     def waiting(self, item: _Item) -> Waiting:
-        """Return the text that decides a chat's split; only its encoding shows whether it is kept."""
+        """Return the text that decides a chat's split. Only its encoding shows whether the chat is kept."""
         if not item.text:
             return Waiting(None, 0)
         text = _split_text(json.loads(item.text)["messages"])
         return Waiting(text, len(item.text), lambda: any(each.ids for each in self.encoder.encode([item.text])))
 
     def add(self, batch: Batch[_Item], encoded: Iterator[_EncodedChats]) -> list[bytes]:
-        """Append the chats of a batch that are kept; returns the digests of all."""
+        """Append the kept chats of a batch. Returns the digests of all chats."""
         for part in encoded:
             self._add(batch, part)
         self.counts["examples_read"] += len(batch.items)
@@ -306,7 +306,7 @@ class _Chats(Examples):
         return _CHATS.digests(batch.items, self.encoder)
 
     def warn(self, out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
-        """Log what is odd about a cache that was just built."""
+        """Log oddities of a cache that was just built."""
         warn_of_unknown(out_dir, meta["unknown_ids"])
         warn_of_signals(out_dir, meta)
 

@@ -1,8 +1,8 @@
-"""Whether the bytes of a file are the ones of its meta.json: the CRC-32 of its 64 KiB blocks, in index/crc32.bin.
+"""Compare the bytes of a file with the CRC-32 of its 64 KiB blocks, in index/crc32.bin.
 
 A file of another version often has the right size. A reader compares the first and the last block of each file when a
-process first opens it, which finds every file that was swapped as a whole; with check="blocks" each block when it is
-first read, which finds every changed byte. Caches of builder 1 and of other tools have no such checksums.
+process first opens it, which finds every file that was swapped as a whole. With check="blocks" it compares each block
+when it is first read, which finds every changed byte. Caches of builder 1 and of other tools have no such checksums.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from niels_gpt.storage.meta_json import file_records, open_regular, path_inside,
 
 CRC_DTYPE: np.dtype[np.uint32] = np.dtype("<u4")
 Check = Literal["ends", "blocks"]
-"""What a reader compares with the checksums: the ends of each file once a process, or each block that it reads."""
+"""Blocks that a reader compares: the ends of each file once per process, or each block that it reads."""
 
 _MAX_OWN = 1 << 24
-"""Bytes of checksums that are hashed at the first opening, in 10 ms: the checksums of 256 GiB."""
+"""Most bytes of checksums that are hashed at the first opening, in 10 ms: enough for 256 GiB of files."""
 _compared: set[tuple[Any, ...]] = set()
 """Files whose ends this process, or the one that it was forked from, has compared."""
 
 
 def covered_files(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the records of the files that have block checksums, in the checksums' order; [] without checksums."""
+    """Return the records of files with block checksums, in the order of the checksums; [] without checksums."""
     name = meta["checksums"]["name"] if "checksums" in meta else None
     return [record for record in file_records(meta) if record["name"] != name] if name is not None else []
 
@@ -41,7 +41,7 @@ def covered_files(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
 def stored_checksums(folder: Path, meta: Mapping[str, Any]) -> dict[str, NDArray[np.uint32]]:
     """Return the stored checksums of each file's blocks: name -> uint32 [blocks].
 
-    Empty where the builder stored none, where their file cannot be read, or where it has another size.
+    Returns {} if the builder stored none, or their file cannot be read or has another size.
     """
     covered = covered_files(meta)
     if not covered or meta["checksums"].get("block_bytes") != BLOCK_BYTES:
@@ -64,10 +64,10 @@ def checked_check(check: str) -> None:
 
 
 class BlockSums:
-    """The checksums of one version of a cache, read block by block; false where it has none. May be pickled."""
+    """Checksums of one version of a cache, read block by block; false without any. May be pickled."""
 
     def __init__(self, folder: Path, meta: Mapping[str, Any] | None, check: str = "ends") -> None:
-        """folder: of the version, resolved. check: one of `Check`. Raises: ValueError for another one."""
+        """folder: of the version, resolved. check: one of `Check`. Raises: ValueError for another."""
         checked_check(check)
         self.folder, self._check = folder, check
         self._meta = meta if meta is not None and _has_sums(folder, meta) else None
@@ -81,7 +81,7 @@ class BlockSums:
 
     @property
     def _firsts(self) -> dict[str, int]:
-        """Of each file the number of its first block among all blocks; found when a file is first opened."""
+        """Number of each file's first block among all blocks; found when a file is first opened."""
         meta = self._meta  # before _first is looked at: another thread may set both
         if self._first is None and meta is not None:
             first, total = {}, 0
@@ -99,10 +99,10 @@ class BlockSums:
         return self._check == "blocks" and bool(self)
 
     def check_opened(self, path: Path, handle: int, *, whole: bool = False) -> None:
-        """Compare the first and the last block of an open file, once a process.
+        """Compare the first and the last block of an open file, once per process.
 
         whole: the caller reads all of it: with check="blocks" every block is compared now.
-        Raises: CacheError E201 that names the file and the bytes; of the checksums' own file E203 and E204.
+        Raises: CacheError E201 naming the file and the bytes; E203 or E204 for the file of checksums itself.
         """
         if not self:
             return
@@ -120,9 +120,10 @@ class BlockSums:
         _compared.add(key)
 
     def touch(self, path: Path, size: int, begin: int, end: int, block: Callable[[int], Any]) -> None:
-        """Compare the blocks of bytes begin to end - 1 of a file that were not compared before.
+        """Compare the blocks of bytes begin to end - 1 that were not compared before.
 
-        size: of the file; block: returns the bytes of a block by its number. Raises: as `check_opened`.
+        size: of the file. block: returns the bytes of a block by its number.
+        Raises: CacheError E201 naming the file and the bytes; E203 or E204 for the file of checksums itself.
         """
         name = self._name(path)
         if name is None or end <= begin:
@@ -138,7 +139,7 @@ class BlockSums:
             number = seen.find(0, number, last)
 
     def _name(self, path: Path) -> str | None:
-        """Return a file's name in meta.json; None for a file without checksums."""
+        """Return a file's name in meta.json; None if it has no checksums."""
         try:
             name = path.relative_to(self.folder).as_posix()
         except ValueError:
@@ -173,7 +174,7 @@ class BlockSums:
             os.close(handle)
 
     def _check_own(self, path: Path) -> None:
-        """Compare the sha256 of the checksums themselves, once a process; of large ones only with check="blocks"."""
+        """Compare the sha256 of the checksums themselves, once per process; large ones only with check="blocks"."""
         if self._record["bytes"] > _MAX_OWN and not self.every_block:
             return
         with suppress(FileNotFoundError):  # the caller says so
@@ -184,7 +185,7 @@ class BlockSums:
                 _compared.add(key)
 
     def _refuse_wrong_sums(self) -> None:
-        """Raise CacheError if the checksums are damaged themselves: then the file that they blame may be good."""
+        """Raise CacheError if the checksums are damaged themselves: the file that they blame may be good."""
         path = path_inside(self.folder, self._record["name"])
         raw = read_regular(path, self._record["bytes"])
         if hashlib.sha256(raw).hexdigest() != self._record["sha256"]:
@@ -193,13 +194,15 @@ class BlockSums:
 
 
 def _has_sums(folder: Path, meta: Mapping[str, Any]) -> bool:
-    """Whether a cache has checksums of these blocks; their file may be absent, for nobody needs it to train."""
+    """Return whether a cache has checksums of these blocks. Their file may be absent, because training does not need
+    it."""
     record = meta.get("checksums", {})
     return record.get("block_bytes") == BLOCK_BYTES and os.path.lexists(folder / str(record.get("name")))
 
 
 def _pread(handle: int, number: int) -> bytes:
-    """Return a block of an open file; a network file system may return less than requested."""
+    """Return a block of an open file. A network file system may return less than requested, so it reads until all is
+    there."""
     parts, at, end = [], number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES
     while at < end and (part := os.pread(handle, end - at, at)):
         parts.append(part)
@@ -208,7 +211,7 @@ def _pread(handle: int, number: int) -> bytes:
 
 
 class CheckedItems:
-    """The map of a file whose blocks are compared when they are first sliced."""
+    """Map of a file whose blocks are compared when they are first sliced."""
 
     def __init__(self, items: NDArray[Any], path: Path, sums: BlockSums) -> None:
         """items: of the whole file."""
@@ -219,7 +222,7 @@ class CheckedItems:
         return len(self._items)
 
     def __getitem__(self, some: slice) -> NDArray[Any]:
-        """Return items of the file. Raises: CacheError E201 for a block that has another checksum."""
+        """Return items of the file. Raises: CacheError E201 for a block with another checksum."""
         begin, end, _ = some.indices(len(self._items))
         size = self._items.itemsize
         self._sums.touch(self._path, len(self._bytes), begin * size, end * size, self._block)

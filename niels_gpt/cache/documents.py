@@ -1,7 +1,7 @@
-"""What people see of a split of a token cache: its documents, their lengths, ids, loss and source ids.
+"""Look at a split of a token cache: documents, lengths, ids, loss and source ids.
 
-`cache` is the folder of one version, resolved; `meta` is its meta.json. A document of an sft cache is an example. The
-files are opened here and not by a reader, so that a cache that readers refuse can still be looked at.
+`cache` is the resolved folder of one version, `meta` its meta.json. A document of an sft cache is an example. The
+module opens files itself instead of through a reader, so that a cache that readers refuse can still be shown.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from niels_gpt.storage.fileio import META_NAME, id_of_line
 from niels_gpt.storage.meta_json import open_regular, path_inside
 
 BLOCK_TOKENS = 2**16
-"""Whose loss is counted at once: its masks fit a core's cache."""
+"""Tokens whose loss is counted at once: its masks fit a core's cache."""
 _READ_BYTES = 1 << 20
 _MAX_ID_BYTES = 1 << 24
 
 
 def bounds(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
-    """Return where each document starts and where the last one ends, in tokens: int64 [documents + 1], ascending.
+    """Return starts of all documents, then the end of the last one, in tokens: int64 [documents + 1], ascending.
 
-    In a pretrain cache it is the mapped file. A split without documents, as in a stub, gives [0].
-    Raises: FileNotFoundError, CacheError where a file is missing or does not match its meta.json.
+    For a pretrain cache it is the mapped file. A split without documents, as in a stub, gives [0].
+    Raises: FileNotFoundError, or CacheError E201, E203 or E205 if a file is missing or does not match meta.json.
     """
     total = int(meta["totals"][f"{split}_tokens"])
     if total == 0:  # a stub has no file, and an empty sft split has one that cannot be mapped
@@ -50,18 +50,24 @@ def bounds(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
 
 
 def lengths(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
-    """Return the tokens of each document of a split: int64 [documents]. Raises as `bounds`."""
+    """Return the tokens of each document of a split: int64 [documents].
+
+    Raises: FileNotFoundError, or CacheError if a file is missing or does not match meta.json.
+    """
     return np.diff(bounds(cache, meta, split))
 
 
 def tokens_of(cache: Path, meta: dict[str, Any], split: str) -> Ids:
-    """Map the token file of an sft split: its ids [tokens]. Raises as `mmap_tokens`; an empty split is refused."""
+    """Map the token file of an sft split: its ids [tokens].
+
+    Raises: FileNotFoundError; CacheError E203 or E205 for a file of another size or kind, and for an empty split.
+    """
     path, size = path_inside(cache, f"{split}_tokens.bin"), meta["shards"][split][0]["bytes"]
     return mmap_tokens(path, expected_bytes=size, dtype=token_dtype_of(meta, cache / META_NAME))
 
 
 def ids_at(cache: Path, meta: dict[str, Any], split: str, start: int, end: int) -> Ids:
-    """Return tokens [start, end) of a split's stream, which may lie in several shards: the cache's dtype."""
+    """Return tokens [start, end) of a split, which may lie in several shards, in the cache's dtype."""
     dtype = token_dtype_of(meta, cache / META_NAME)
     parts, before = [np.zeros(0, dtype=dtype)], 0
     for record in meta["shards"][split]:
@@ -74,9 +80,9 @@ def ids_at(cache: Path, meta: dict[str, Any], split: str, start: int, end: int) 
 
 
 def mask_of(cache: Path, meta: dict[str, Any], split: str, start: int, ids: Ids) -> NDArray[np.bool_]:
-    """Return which tokens of an example of an sft split are supervised: bool [tokens].
+    """Return which tokens of an sft example are supervised: bool [tokens].
 
-    start: the first token of the example; ids: its tokens, or the first ones.
+    start: position of its first token. ids: its tokens, or the first of them.
     """
     if has_loss_bits(meta):
         bits = open_bits(cache, meta, split, len(tokens_of(cache, meta, split)))
@@ -86,16 +92,18 @@ def mask_of(cache: Path, meta: dict[str, Any], split: str, start: int, ids: Ids)
 
 
 def open_bits(folder: Path, meta: dict[str, Any], split: str, num_tokens: int) -> LossBits:
-    """Map the loss bits of a split that has tokens. Raises: as `LossBits`."""
+    """Map the loss bits of a split that has tokens. Raises: FileNotFoundError; CacheError for a file that does not
+    match."""
     path = bits_path(folder, meta, f"{split}_tokens.bin")
     return LossBits(path, num_tokens, recorded=recorded_bytes(folder, meta, path))
 
 
 def supervised_counts(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
-    """Return how many tokens of each example of an sft split are supervised: int64 [examples].
+    """Return the number of supervised tokens of each example of an sft split: int64 [examples].
 
-    By the loss bits, or by the sentinels. Blocks of about 65,536 tokens are held in memory, or one longer example.
-    Raises: as `bounds` and `tokens_of`; CacheError where the ids of the sentinels are not known.
+    Uses the loss bits or the sentinels. Memory holds about 65,536 tokens, or one longer example.
+    Raises: FileNotFoundError, or CacheError if a file is missing or does not match meta.json, or the ids of the
+        sentinels are unknown.
     """
     starts = bounds(cache, meta, split)
     counts = np.zeros(len(starts) - 1, dtype=np.int64)
@@ -113,7 +121,7 @@ def supervised_counts(cache: Path, meta: dict[str, Any], split: str) -> NDArray[
 
 
 def _loss_reader(cache: Path, meta: dict[str, Any], split: str) -> Callable[[NDArray[np.int64]], NDArray[np.bool_]]:
-    """Return what gives the loss mask of the examples between some edges, end to end: bool [tokens]."""
+    """Return a function that gives the loss mask of examples, given their edges: bool [tokens], end to end."""
     tokens = tokens_of(cache, meta, split)
     if has_loss_bits(meta):
         bits = open_bits(cache, meta, split, len(tokens))
@@ -121,6 +129,7 @@ def _loss_reader(cache: Path, meta: dict[str, Any], split: str) -> Callable[[NDA
     asst_id, eot_id = (special_id(cache, meta, name) for name in ("asst", "eot"))
 
     def by_sentinels(edges: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Find the loss of whole examples by the sentinels in their tokens."""
         closed = np.zeros(len(edges) - 1, dtype=np.bool_)
         ids = tokens[edges[0] : edges[-1]]
         return flat_targets(ids, edges[1:] - edges[0], closed, asst_id=asst_id, eot_id=eot_id)
@@ -129,9 +138,9 @@ def _loss_reader(cache: Path, meta: dict[str, Any], split: str) -> Callable[[NDA
 
 
 def source_id(cache: Path, meta: dict[str, Any], split: str, number: int) -> str | None:
-    """Return the source id of document `number` of a split; None for a cache whose builder recorded none.
+    """Return the source id of document `number` of a split; None if the builder recorded none.
 
-    cache: the folder of one version, resolved. Raises: FileNotFoundError; CacheError where the file has no such line.
+    Raises: FileNotFoundError; CacheError E201 if the file has no such line.
     """
     if split not in meta.get("ids", {}):
         return None
@@ -147,7 +156,7 @@ def source_id(cache: Path, meta: dict[str, Any], split: str, number: int) -> str
 def id_lines(cache: Path, meta: dict[str, Any], split: str) -> Iterator[bytes]:
     """Yield the source ids of a split in the order of its documents, as written in the file, without line ends.
 
-    Raises: FileNotFoundError; CacheError also for an id of more than 16 MiB.
+    Raises: FileNotFoundError; CacheError E203 for another size, E201 for an id of more than 16 MiB.
     """
     record = meta["ids"][split]
     rest, path = b"", path_inside(cache, record["name"])

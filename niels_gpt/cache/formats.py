@@ -1,8 +1,8 @@
-"""Names and dtypes of the files of a token cache, and which tokens carry loss; docs/formats.md has the bytes.
+"""Names and dtypes of the files of a token cache, and the rule which tokens carry loss; docs/formats.md has the bytes.
 
 A pretrain cache:  train/shard_00000.bin ... val/shard_00000.bin ... index/{train,val}_docs.npy meta.json
 An sft cache:      train_tokens.bin train_idx.npy val_tokens.bin val_idx.npy meta.json
-                   of another chat template also train_loss.bits val_loss.bits: see loss_bits.py
+                   with another chat template also train_loss.bits val_loss.bits: see loss_bits.py
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from numpy.typing import NDArray
 
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.meta_json import checked_count, checked_sha256, wrong_value
-from niels_gpt.tokenizers.protocol import Ids
-from niels_gpt.tokenizers.vocabulary import NARROW, TokenDtype, integer, token_dtype_of
+from niels_gpt.tokenizers.protocol import NARROW, Ids, TokenDtype, integer, token_dtype_of
 
 SPLITS = ("train", "val")
 FORMAT_VERSION = 1
 PARTITIONED_VERSION = 2  # of a cache of several partitions, or imported, whose shards may be short anywhere
 OFFSET_DTYPE: np.dtype[np.int64] = np.dtype("<i8")
 BLOCK_BYTES = 1 << 16
-"""Bytes of a file that one CRC-32 of index/crc32.bin stands for."""
+"""Bytes of a file for each CRC-32 in index/crc32.bin."""
 _NPY_HEADER_BYTES = 128
 DEFAULT_SHARD_BYTES = 2**27
 """Default bytes of a pretrain shard: "128 MB" (PR-03)."""
 
 SHARD_GLOB = "shard_*.bin"
 IGNORE_INDEX = -100
-"""The target that torch's cross entropy ignores (PR-03)."""
+"""Target that torch's cross entropy ignores (PR-03)."""
 
 BORDERS = ("index", "document_end", "manifest", "rows", "files")
-"""What an import took the borders of documents from: `imported.borders`."""
+"""Values of `imported.borders`: where an import found the borders of documents."""
 
 LOSS_KEYS = ("loss_bits", "chat_template", "pad_id")
-"""Of a meta.json: a cache has all of them or none."""
+"""Keys of meta.json: a cache has all of them or none."""
 
 IMPORTED_TEMPLATE = {"sha256": None, "mask_by": "imported", "loss_on": "imported"}
 """`chat_template` of an imported cache, whose loss came with the tokens."""
@@ -46,7 +45,7 @@ OF_EACH = {
     "sft": ("tokens", "examples"),
     "rollouts": ("tokens", "groups", "samples"),
 }
-"""What `partitions.of_each` counts of each partition and split, by the kind of the cache."""
+"""Counts in `partitions.of_each` for each partition and split, by the kind of the cache."""
 
 __all__ = [
     "BLOCK_BYTES",
@@ -84,38 +83,38 @@ __all__ = [
 
 
 def num_blocks(num_bytes: int) -> int:
-    """Return how many blocks with a checksum a file has; an empty one has none."""
+    """Return how many blocks with a checksum a file has; 0 for an empty one."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
 def npy_header(count: int) -> bytes:
-    """Return the 128 bytes that numpy.save puts before an int64 [count] array (NEP 1, version 1.0)."""
+    """Return the 128 bytes that numpy.save writes before an int64 [count] array (NEP 1, version 1.0)."""
     entry = f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({count},), }}".encode()
     return b"\x93NUMPY\x01\x00v\x00" + entry.ljust(_NPY_HEADER_BYTES - 11) + b"\n"
 
 
 def format_version_of(meta: Mapping[str, Any]) -> int:
-    """Return the format version that a meta.json must have: 2 where shards may be short, else 1.
+    """Return the format version that a meta.json must have: 2 if shards may be short, else 1.
 
-    That is a pretrain cache of several partitions, and one that was imported, of any kind. The files of chats and
-    rollouts are the same however many partitions they were built in.
+    Shards may be short in a pretrain cache of several partitions, and in an imported cache of any kind. The files of
+    chats and rollouts do not depend on the number of partitions.
     """
     is_partitioned = "partitions" in meta and meta.get("kind") == "pretrain"
     return PARTITIONED_VERSION if is_partitioned or is_imported(meta) else FORMAT_VERSION
 
 
 def is_imported(meta: Mapping[str, Any] | None) -> bool:
-    """Whether a cache was assembled of files that another tool cut: its shards have any lengths."""
+    """Return whether another tool cut the files of a cache: its shards have any lengths."""
     return meta is not None and "imported" in meta and meta.get("kind") in ("pretrain", "sft")
 
 
 def has_no_text_bytes(meta: Mapping[str, Any]) -> bool:
-    """Whether a cache was imported without counting the bytes of its text, which only bits per byte need."""
+    """Return whether a cache was imported without counting the bytes of its text, which only bits per byte need."""
     return is_imported(meta) and "utf8_bytes" not in meta
 
 
 def check_format(meta: Mapping[str, Any], where: str) -> None:
-    """Check the format version of a meta.json, 1 where it has none, `partitions` and `imported`. Raises: CacheError."""
+    """Check the format version (1 if absent), `partitions` and `imported` of a meta.json. Raises: CacheError E202."""
     version, expected = meta.get("format_version", FORMAT_VERSION), format_version_of(meta)
     if integer(version, 0, 2**63) != expected:
         raise wrong_value(where, "format_version", version, f"{expected}, which this reader knows")
@@ -124,7 +123,7 @@ def check_format(meta: Mapping[str, Any], where: str) -> None:
 
 
 def _check_imported(meta: Mapping[str, Any], where: str) -> None:
-    """Check the form of `imported` in a meta.json, where it is there. Raises: CacheError."""
+    """Check the form of `imported` in a meta.json, if present. Raises: CacheError E202."""
     if not is_imported(meta):
         return
     imported = meta["imported"]
@@ -143,10 +142,7 @@ def _check_imported(meta: Mapping[str, Any], where: str) -> None:
 
 
 def check_partitions(meta: Mapping[str, Any], where: str) -> None:
-    """Check the form of `partitions` in a meta.json, where it is there. Raises: CacheError.
-
-    where: the file, for messages.
-    """
+    """Check the form of `partitions` in a meta.json, if present. Raises: CacheError E202 naming the file `where`."""
     if "partitions" not in meta or meta.get("kind") is None:  # without a kind: of another tool
         return
     partitions, counted = meta["partitions"], OF_EACH.get(str(meta["kind"]))
@@ -168,12 +164,12 @@ def check_partitions(meta: Mapping[str, Any], where: str) -> None:
 
 
 def has_loss_bits(meta: Mapping[str, Any] | None) -> bool:
-    """Whether the loss of a cache is in bits; else its sentinels decide."""
+    """Return whether bits store the loss of a cache; else its sentinels decide."""
     return meta is not None and "loss_bits" in meta
 
 
 def check_loss_keys(meta: Mapping[str, Any], where: str) -> None:
-    """Raise CacheError unless a meta.json has none of `LOSS_KEYS`, or all of them as docs/formats.md describes them."""
+    """Raise CacheError E202 unless a meta.json has none of `LOSS_KEYS`, or all in the form of docs/formats.md."""
     given = [key for key in LOSS_KEYS if key in meta]
     if not given:
         return
@@ -198,17 +194,17 @@ def check_loss_keys(meta: Mapping[str, Any], where: str) -> None:
 
 
 def num_bytes(tokens: int) -> int:
-    """Return the bytes of the bits of so many tokens."""
+    """Return the size of the loss bits of `tokens` tokens, in bytes."""
     return -(-tokens // 8)
 
 
 def target_mask(ids: Ids, lengths: NDArray[np.int64], *, asst_id: int, eot_id: int) -> NDArray[np.bool_]:
-    """Return which tokens carry loss: those after an assistant sentinel, up to and including the next EOT.
+    """Return which tokens carry loss: all after an assistant sentinel, up to and including the next EOT.
 
-    ids [B, S], lengths [B]: tokens of each row before padding; returns bool [B, S].
+    ids [B, S]. lengths [B]: tokens of each row before padding. Returns bool [B, S].
 
-        sys a eot usr b eot asst A B eot pad
-         0  0  0   0  0  0   0   1 1  1   0
+    sys a eot usr b eot asst A B eot pad
+     0  0  0   0  0  0   0   1 1  1   0
 
     A token is inside a reply if, among the tokens before it, the last sentinel is later than the last EOT.
     """
@@ -231,12 +227,12 @@ def reply_edges(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return where loss may begin or end in examples end to end: a sparse form of `target_mask`.
 
-    ids [N]: the examples' tokens; last [examples]: the index of the last token of each, ascending.
+    ids [N]: tokens of the examples. last [examples]: index of the last token of each, ascending.
     opened [examples]: whether each begins inside a reply, as a part of an example may; None: none does.
-    Returns places, int64 [K], ascending, and opens, bool [K]: the tokens after places[k], up to and including
-    places[k + 1], carry loss exactly if opens[k]. The last token of an example is a place that opens nothing, so
-    places[-1] is last[-1], and no reply continues in the next example. (Of opened examples the last token of the one
-    before opens; opened[0] has no place.)
+    Returns places, int64 [K], ascending, and opens, bool [K]: the tokens after places[k], up to and including places[k
+    + 1], carry loss exactly if opens[k]. The last token of an example is a place that opens nothing, so places[-1] is
+    last[-1], and no reply continues in the next example. (If an example is opened, the last token of the example before
+    it opens; opened[0] has no place.)
     """
     # One id for both opens nothing: no sentinel is then later than the last EOT.
     is_asst = ids == asst_id if asst_id != eot_id else np.zeros(ids.shape, dtype=np.bool_)
@@ -255,7 +251,7 @@ def flat_targets(
 ) -> NDArray[np.bool_]:
     """Return which tokens of parts of examples, end to end, carry loss: bool [N].
 
-    ids [N]; ends [parts]: the index after the last token of each; opened [parts]: whether it begins inside a reply.
+    ids [N]. ends [parts]: index after the last token of each. opened [parts]: whether it begins inside a reply.
     """
     places, opens = reply_edges(ids, ends - 1, asst_id=asst_id, eot_id=eot_id, opened=opened)
     has_loss = np.append(opened[:1], opens[:-1])  # of the tokens up to and including each place
@@ -267,9 +263,9 @@ def reply_runs(
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     """Return which targets of padded rows carry loss, run-length encoded.
 
-    rows [B, T + 1]: an example each, from its first token on, padded with eot_id; lengths [B]: tokens before padding.
+    rows [B, T + 1]: an example each, from its first token on, padded with eot_id. lengths [B]: tokens before padding.
     opened [B]: whether each row begins inside a reply, as a part of an example may; None: none does.
-    Returns has_loss, bool [runs], and runs, int64 [runs]: has_loss.repeat(runs) is bool [B * T], of rows[:, 1:].
+    Returns has_loss, bool [runs], and runs, int64 [runs]: has_loss.repeat(runs) is bool [B * T], for rows[:, 1:].
     """
     ids, width = rows.reshape(-1), rows.shape[1]
     last = np.arange(-1, ids.size - 1, width) + lengths
@@ -293,7 +289,7 @@ def reply_runs(
 def masked_targets(rows: Ids, has_loss: NDArray[np.bool_], runs: NDArray[np.int64]) -> NDArray[Any]:
     """Return rows[:, 1:] with -100 where there is no loss, by the runs of `reply_runs`: [B, T].
 
-    int32 of rows of uint32, which have no id of 2 ** 31 or more; else int64.
+    int32 for rows of uint32, whose ids are below 2 ** 31; else int64.
     """
     # A minimum takes half the time of a choice by a mask, and less of 32 bits than of 64.
     signed = np.int32 if rows.itemsize == 4 else np.int64

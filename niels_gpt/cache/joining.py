@@ -1,9 +1,9 @@
-"""How units become one cache: receipts added up, whatever the kind; of pretrain caches shards linked, and index, ids
-and checksums streamed together. And how a unit that was built again mends the damaged files of a pretrain cache.
+"""Join units into one cache: add up receipts of any kind; link pretrain shards, and stream index, ids and checksums.
 
-Memory depends on the number of shards, whose records meta.json has; duplicates are counted range by range of their
-digests. Where texts name their split, the digests of all of val are in memory too. Nothing of host, time, plan or code
-is in the cache.
+Also mends damaged files of a pretrain cache from a unit that was built again.
+Memory grows with the number of shards, whose records meta.json holds. Duplicates are counted range by range of their
+digests. Where texts name their split, memory also holds the digests of all of val. The cache holds nothing of host,
+time, plan or code, so that any split into units on any machine gives the same bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from niels_gpt.engine.journal import BlockHashes, write_whole
 from niels_gpt.engine.losses import warn_of_losses
 from niels_gpt.engine.meta import Source, write_description
 from niels_gpt.engine.split import asked_share, count_duplicates, count_in_both, count_repeated_lines, warn_of_share
-from niels_gpt.engine.units import Mended, Plan
+from niels_gpt.engine.units import Mended, PartitionPlan
 from niels_gpt.signals import IN_BOTH, REPEATED_ID
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -57,7 +57,7 @@ from niels_gpt.storage.meta_json import (
     wrong_value,
 )
 from niels_gpt.storage.versions import LOCK_NAME
-from niels_gpt.tokenizers.vocabulary import end_of_documents, start_of_documents
+from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ SAME = (
     "val_frac",
     "shuffle",
 )
-"""Keys of meta.json that all units of a pretrain cache have in common; document_start only if there is one."""
+"""Keys of meta.json that are equal in all units of a pretrain cache; document_start only if there is one."""
 MAX_DIGESTS = 1 << 20
 """Digests in memory at once: 8 MiB, and four times that while they are sorted. More are counted by ranges."""
 _READ_BYTES = 1 << 20
@@ -95,7 +95,7 @@ _ZEROS: dict[str, Any] = {
     "dropped": {},
     "noticed": {},
 }
-"""The counts that are summed."""
+"""Counts that are summed."""
 _OPEN = ("dropped", "noticed", "counters")
 """Counts whose names differ between receipts; the others have the names in _ZEROS."""
 
@@ -103,10 +103,10 @@ Meta = dict[str, Any]
 
 
 class _Part(NamedTuple):
-    """What is kept of a unit while the files of all are streamed."""
+    """Counts of a unit, kept while the files of all units are streamed."""
 
     folder: Path | None
-    """None: its bytes are taken from the cache's own file."""
+    """None: its bytes come from the cache's own file."""
     docs: dict[str, int]
     tokens: dict[str, int]
     blocks: dict[str, int]
@@ -114,18 +114,18 @@ class _Part(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the receipts of all units say together."""
+    """The receipts of all units, added up."""
 
     known: Meta
-    """The keys that all of them have in common."""
+    """Keys with one value in all units."""
     counts: Meta
-    """Sums, in the form of the zeros that they began with."""
+    """Sums, in the form of the zeros."""
     counters: dict[str, int]
-    """Of the loaders."""
+    """Counters of the loaders."""
     examples: dict[str, str]
-    """`first_noticed`: the first unit that has an example of a counter gives it."""
+    """`first_noticed`: an example of each counter, from the first unit that has one."""
     accepted: dict[str, Any]
-    """Versions that differed while units were built: recipes/units.py."""
+    """Versions that differed between builds of units: recipes/units.py."""
     of_each: list[Meta]
 
 
@@ -138,8 +138,9 @@ def summed_up(
 ) -> Sums:
     """Add up the receipts of all units.
 
-    of_unit: gives the `partitions.of_each` of one. take: called with each in order.
-    Raises: CacheError for anything but a count.
+    of_unit: returns the `partitions.of_each` of a receipt. take: called with the folder and receipt of each unit, in
+        order.
+    Raises: CacheError E202 for anything but a count.
     """
     counts, counters, examples = zeros, dict[str, int](), dict[str, str]()
     accepted, of_each, meta = dict[str, Any](), list[Meta](), Meta()
@@ -153,10 +154,12 @@ def summed_up(
     return Sums(known, counts, few_names(counters), examples, accepted, of_each)
 
 
-def no_train(plan: Plan, sums: Sums, read: str, remedies: Mapping[str, str] = MappingProxyType({})) -> NoTextError:
-    """Return the error of a cache without anything for train. read: the count of what was read.
+def no_train(
+    plan: PartitionPlan, sums: Sums, read: str, remedies: Mapping[str, str] = MappingProxyType({})
+) -> NoTextError:
+    """Return the error for a cache without a token for train. read: key of the count of read items.
 
-    remedies: by a reason for which something was dropped: more of the same is no help then.
+    remedies: by the reason for dropping an item; used where more of the same text would not help.
     """
     dropped = {reason: number for reason, number in sums.counts["dropped"].items() if number}
     lost = shortened({**dropped, **sums.counters})
@@ -166,8 +169,8 @@ def no_train(plan: Plan, sums: Sums, read: str, remedies: Mapping[str, str] = Ma
     return NoTextError(f"{plan.path}: no token for the train split: {number} {what} read: {lost}{remedy}")
 
 
-def written(work: Path, plan: Plan, source: Source, sums: Sums, kind: str, **keys: Any) -> Meta:
-    """Write the meta.json of a cache whose other files are written, and return it. keys: those that are no sums."""
+def written(work: Path, plan: PartitionPlan, source: Source, sums: Sums, kind: str, **keys: Any) -> Meta:
+    """Write the meta.json of a cache after its other files. Returns the meta. keys: further keys, which are no sums."""
     accepted = source.provenance.get("accepted_code", {}) | sums.accepted
     if accepted:
         source = replace(source, provenance={**source.provenance, "accepted_code": accepted})
@@ -191,10 +194,10 @@ def written(work: Path, plan: Plan, source: Source, sums: Sums, kind: str, **key
     )
 
 
-def join(work: Path, plan: Plan, source: Source, units: Iterator[tuple[Path, Meta]]) -> Meta:
-    """Write all files of a pretrain cache and meta.json to `work`; returns the meta. See `UnitKind.join`.
+def join(work: Path, plan: PartitionPlan, source: Source, units: Iterator[tuple[Path, Meta]]) -> Meta:
+    """Write all files of a pretrain cache to `work`, meta.json last. Returns the meta. See `UnitKind.join`.
 
-    Raises: NoTextError without a token for train; CacheError E510 for an index or ids that are not of their unit.
+    Raises: NoTextError without a token for train; CacheError E510 for an index or ids of another unit.
     """
     for name in (*SPLITS, "index"):
         fileio.make_dir(work / name)
@@ -223,7 +226,7 @@ def join(work: Path, plan: Plan, source: Source, units: Iterator[tuple[Path, Met
 
 
 def check_receipt(meta: Meta) -> None:
-    """Raise an error where a receipt has what `join` cannot take: it reads files by the names of a build of ours."""
+    """Raise an error for a receipt that `join` cannot take: it reads files by the names of our builder."""
     shards = [_SHARD.format(split, number) for split in SPLITS for number in range(len(meta["shards"][split]))]
     index = [f"index/{split}_{name}" for name in ("docs.npy", "ids.txt") for split in SPLITS]
     check_form(meta, SAME, _ZEROS, [*shards, *index, CHECKSUMS, *TEXTS_OF.values()], optional={"document_start"})
@@ -240,7 +243,7 @@ def check_receipt(meta: Meta) -> None:
 def check_form(
     meta: Meta, same: Sequence[str], zeros: Meta, names: Sequence[str], optional: Collection[str] = ()
 ) -> None:
-    """Raise an error where a receipt of any kind has what `summed_up` and `written` cannot take.
+    """Raise CacheError E202 for a receipt of any kind that `summed_up` and `written` cannot take.
 
     names: of all its files, in the order of `file_records`. optional: keys of `same` that may be absent.
     """
@@ -263,20 +266,20 @@ def check_form(
 
 
 def check_entries(meta: Meta, split: str, index: str, entries: int) -> None:
-    """Raise CacheError unless an offsets file of a receipt has so many entries, by its record. index: its key."""
+    """Raise CacheError E202 unless the record of an offsets file has this number of entries. index: its key."""
     if (found := meta["index"][index]["entries"]) != entries:
         raise wrong_value(META_NAME, f"index.{index}.entries", found, f"{entries}, by what {split} holds")
 
 
 def _of_unit(meta: Meta) -> dict[str, int]:
-    """Return tokens, documents and shards of a unit, for `partitions.of_each` of meta.json."""
+    """Return tokens, documents and shards of a unit for `partitions.of_each`."""
     tokens = {f"{split}_tokens": meta["totals"][f"{split}_tokens"] for split in SPLITS}
     docs = {f"{split}_docs": meta["docs"][split] for split in SPLITS}
     return tokens | docs | {f"{split}_shards": len(meta["shards"][split]) for split in SPLITS}
 
 
 def _added(name: str, total: Any, value: Any) -> Any:
-    """Return the sum of two counts, or of two objects of counts. Raises: CacheError for anything but a count."""
+    """Return the sum of two counts, or of two objects of counts. Raises: CacheError E202 for anything but a count."""
     if not isinstance(total, dict):
         return total + checked_count(value, name, META_NAME)
     if name in _OPEN:
@@ -285,7 +288,7 @@ def _added(name: str, total: Any, value: Any) -> Any:
 
 
 def _linked(work: Path, folder: Path, meta: Meta, shards: dict[str, list[Meta]]) -> _Part:
-    """Link a unit's shards behind those that are there, and append their records."""
+    """Link a unit's shards behind the earlier ones, and append their records."""
     blocks = {}
     for split in SPLITS:
         for record in meta["shards"][split]:
@@ -297,13 +300,13 @@ def _linked(work: Path, folder: Path, meta: Meta, shards: dict[str, list[Meta]])
 
 
 def _part(folder: Path | None, each: Mapping[str, int], blocks: dict[str, int]) -> _Part:
-    """Return a unit by its counts in `partitions.of_each`."""
+    """Return a unit by its entry of `partitions.of_each`."""
     docs, tokens = ({split: int(each[f"{split}_{name}"]) for split in SPLITS} for name in ("docs", "tokens"))
     return _Part(folder, docs, tokens, blocks)
 
 
 def _streamed(work: Path, parts: Sequence[_Part], docs: Mapping[str, int]) -> Meta:
-    """Write index, ids and block checksums of all units; returns their keys of meta.json."""
+    """Write index, ids and block checksums of all units. Returns their keys of meta.json."""
     crcs: list[bytes] = []
     index, ids = {}, {}
     for split in SPLITS:
@@ -317,9 +320,9 @@ def _streamed(work: Path, parts: Sequence[_Part], docs: Mapping[str, int]) -> Me
 
 
 def _count_duplicates(work: Path, parts: Sequence[_Part], counts: Meta, *, by_text: bool) -> dict[str, int]:
-    """Return the duplicates of each split, and set the counts in `noticed` that no unit knows.
+    """Return the duplicates of each split. Sets the counts in `noticed` that no unit knows.
 
-    by_text: the text decides the split, so that no text can be in both.
+    by_text: the text decides the split, so that no text is in both.
     """
     texts = {split: [part.folder / TEXTS_OF[split] for part in parts if part.folder] for split in SPLITS}
     if not by_text:
@@ -334,9 +337,9 @@ def _count_duplicates(work: Path, parts: Sequence[_Part], counts: Meta, *, by_te
 
 
 def _starts(parts: Sequence[_Part], split: str, old: BinaryIO | None = None) -> Iterator[bytes]:
-    """Yield the document index of all units. old: the cache's own file, where not all units were built again.
+    """Yield the document index of all units. old: the cache's own file, for units that were not built again.
 
-    Raises: CacheError for an index that is not of its unit.
+    Raises: CacheError E510 for an index of another unit.
     """
     yield npy_header(sum(part.docs[split] for part in parts) + 1)
     before, at = 0, len(npy_header(0))
@@ -352,9 +355,9 @@ def _starts(parts: Sequence[_Part], split: str, old: BinaryIO | None = None) -> 
 
 
 def shifted(path: Path, count: int, tokens: int, before: int, *, has_end: bool) -> Iterator[bytes]:
-    """Yield the starts of a unit's `count` documents, of so many tokens, behind `before` tokens of other units.
+    """Yield the starts of a unit's `count` documents, behind `before` tokens of other units. tokens: of the unit.
 
-    has_end: whether the file has the end of the last one too. Raises: CacheError E510 for another file.
+    has_end: the file has the end of the last document too. Raises: CacheError E510 for another file.
     """
     left, last = count, -1
     with open(open_regular(path), "rb") as file:
@@ -371,9 +374,9 @@ def shifted(path: Path, count: int, tokens: int, before: int, *, has_end: bool) 
 
 
 def _lines(parts: Sequence[_Part], split: str, old: BinaryIO | None = None) -> Iterator[bytes]:
-    """Yield the source ids of all units. old: as in `_starts`.
+    """Yield the source ids of all units. old: the cache's own file, for units that were not built again.
 
-    Raises: CacheError for another number of them than the unit has documents.
+    Raises: CacheError E510 if a unit has another number of ids than documents.
     """
     at = 0
     for part in parts:
@@ -384,7 +387,7 @@ def _lines(parts: Sequence[_Part], split: str, old: BinaryIO | None = None) -> I
 
 
 def lines_of(folder: Path, split: str, count: int) -> Iterator[bytes]:
-    """Yield the source ids of a split of a unit. Raises: CacheError E510 for another number of them than `count`."""
+    """Yield the source ids of a split of a unit. Raises: CacheError E510 unless there are `count`."""
     path, lines, last = folder / f"index/{split}_ids.txt", 0, b"\n"
     with open(open_regular(path), "rb") as file:
         while block := file.read(_READ_BYTES):
@@ -395,7 +398,7 @@ def lines_of(folder: Path, split: str, count: int) -> Iterator[bytes]:
 
 
 def whole(path: Path, num_bytes: int) -> Iterator[bytes]:
-    """Yield a file of a unit in blocks. Raises: CacheError E510 for another number of bytes."""
+    """Yield a file of a unit in blocks. Raises: CacheError E510 unless it has `num_bytes` bytes."""
     found = 0
     with open(open_regular(path), "rb") as file:
         while block := file.read(_READ_BYTES):
@@ -406,7 +409,7 @@ def whole(path: Path, num_bytes: int) -> Iterator[bytes]:
 
 
 def _kept_lines(old: BinaryIO | None, at: int, count: int) -> Iterator[bytes]:
-    """Yield `count` lines of a file from byte `at` on; fewer where it ends before."""
+    """Yield `count` lines of a file from byte `at` on; fewer if it ends before."""
     while old is not None and count and (block := _read(old, at, BLOCK_BYTES)):
         ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n"))
         block = block[: int(ends[count - 1]) + 1] if len(ends) >= count else block
@@ -415,7 +418,7 @@ def _kept_lines(old: BinaryIO | None, at: int, count: int) -> Iterator[bytes]:
 
 
 def _checksums(parts: Sequence[_Part], old: BinaryIO | None = None) -> Iterator[bytes]:
-    """Yield the block checksums of the shards of all units. old: as in `_starts`."""
+    """Yield the block checksums of the shards of all units. old: the cache's own file, for units not built again."""
     at = 0
     for split in SPLITS:
         for part in parts:
@@ -430,7 +433,7 @@ def _checksums(parts: Sequence[_Part], old: BinaryIO | None = None) -> Iterator[
 
 
 def _span(file: BinaryIO | None, at: int, size: int) -> Iterator[bytes]:
-    """Yield `size` bytes of a file from byte `at` on; fewer where it ends before."""
+    """Yield `size` bytes of a file from byte `at` on; fewer if it ends before."""
     while file is not None and size > 0 and (block := _read(file, at, min(_READ_BYTES, size))):
         at, size = at + len(block), size - len(block)
         yield block
@@ -446,7 +449,7 @@ def _num_blocks(records: Sequence[Meta]) -> int:
 
 
 def warn_of_whole(path: Path, meta: Meta) -> None:
-    """Log what no unit can know: a share of val far from the one asked for, losses, unmet budgets, an empty val."""
+    """Log what shows only in the whole cache: an unexpected share of val, losses, unmet budgets, an empty val."""
     warn_of_share(path, meta)
     warn_of_losses(path, meta)
     by_share = bool(asked_share(meta)) and meta["split_rule"] in IN_PARTITIONS.values()
@@ -457,11 +460,11 @@ def warn_of_whole(path: Path, meta: Meta) -> None:
         warn_of_empty_val(path, meta, meta["docs"]["train"] - meta["duplicates"]["train"])
 
 
-def warn_of_empty_val(path: Path, meta: Meta, distinct: int, what: str = "texts") -> None:
-    """Log that val is empty, though a share of it was asked for. distinct: how many there are of `what` decides."""
+def warn_of_empty_val(path: Path, meta: Mapping[str, Any], distinct: int, what: str = "texts") -> None:
+    """Log an empty val, though a share of it was asked for (W308). distinct: number of different texts, or `what`."""
     if asked_share(meta) and not meta["totals"]["val_tokens"]:
         why = "too few distinct %s (%d)"
-        if distinct > 1:
+        if distinct > 1 and "partitions" in meta:
             why = "of the distinct %s (%d) none fell to it by its share, and partitions move none there. With "
             why += "--partitions 1 the nearest one goes to val"
         logger.warning(f"%s: val is empty: {why}", path, what, distinct, extra={"code": "W308"})
@@ -471,12 +474,12 @@ def warn_of_empty_val(path: Path, meta: Meta, distinct: int, what: str = "texts"
 
 
 def mend(folder: Path, meta: Meta, units: Mapping[int, tuple[Path, Meta]]) -> Mended:
-    """Give damaged files their recorded bytes again. See `UnitKind.mend`.
+    """Restore damaged files of a sealed cache. See `UnitKind.mend`.
 
-    The shards of `units` are read, and index, ids and checksums of all. A file is replaced by a rename, and only by one
-    with the recorded sha256: it may be a hard link that an export shares, and readers may have it open.
-    Raises: CacheError E306, before anything is changed, for a unit whose files differ from the recorded ones; E510 for
-        one that was damaged since it was built.
+    Reads the shards of `units`, and index, ids and checksums of all. Replaces a file by a rename, and only by one with
+    the recorded sha256: the old file may be a hard link that an export shares, and readers may have it open.
+    Raises: CacheError E306, before anything is changed, for a unit whose files differ from the records; E510 for a unit
+        that was damaged since it was built.
     """
     shards, parts = _recorded(meta, units)
     done = Mended([], [], None)
@@ -496,9 +499,9 @@ def mend(folder: Path, meta: Meta, units: Mapping[int, tuple[Path, Meta]]) -> Me
 
 
 def units_at(folder: Path, meta: Meta, name: str, begin: int, end: int) -> list[int]:
-    """Return the units that bytes begin to end - 1 of a file are from. See `UnitKind.units_at`.
+    """Return the units of bytes begin to end - 1 of a file. See `UnitKind.units_at`.
 
-    Of index, ids and checksums nothing tells where the file has another size: the bytes of several units are lost.
+    For index, ids and checksums nothing tells if the file has another size: the bytes of several units are lost.
     """
     shards, parts = _recorded(meta, {})
     counts, first, last = list[int](), 0, 0
@@ -525,7 +528,7 @@ def units_at(folder: Path, meta: Meta, name: str, begin: int, end: int) -> list[
 
 
 def _recorded(meta: Meta, units: Mapping[int, tuple[Path, Meta]]) -> tuple[list[dict[str, list[Meta]]], list[_Part]]:
-    """Return the records of each unit's shards, and all units. Raises: CacheError E306 for one with other shards."""
+    """Return the records of each unit's shards, and all units. Raises: CacheError E306 for a unit with other shards."""
     check_partitions(meta, META_NAME)
     at, shards, parts = dict(_OF_SPLITS), list[dict[str, list[Meta]]](), list[_Part]()
     for number, each in enumerate(meta["partitions"]["of_each"]):
@@ -557,8 +560,8 @@ def _mended(
     done: Mended,
     units: Collection[int],
 ) -> tuple[Mended, bytes | None]:
-    """Write a file again if it is damaged; returns what was done so far, and its block checksums, None if it stays
-    damaged.
+    """Write a file again if it is damaged. Returns the work done so far, and the file's block checksums, None if it
+    stays damaged.
 
     beside: folder for the new file. stream: takes the old file, and yields the new bytes.
     """
@@ -582,8 +585,8 @@ def _mended(
 
 
 def _next_unit(folder: Path, meta: Meta, record: Meta, crcs: Sequence[bytes], units: Collection[int]) -> int | None:
-    """Return a unit, none of `units`, that has bytes of the first block of a new file that is still wrong, or of the
-    blocks from there to the last wrong one; None: not known."""
+    """Return a further unit that may mend a new file that is still wrong: it has bytes of the first wrong block, or of
+    the blocks up to the last wrong one. None if unknown."""
     name = record["name"]
     stored, found = stored_checksums(folder, meta).get(name), np.frombuffer(b"".join(crcs), dtype=CRC_DTYPE)
     if stored is None or len(stored) != len(found) or not (stored != found).any():
@@ -599,7 +602,7 @@ def _next_unit(folder: Path, meta: Meta, record: Meta, crcs: Sequence[bytes], un
 def _all_checksums(
     parts: Sequence[_Part], crcs: Sequence[tuple[Meta, bytes | None]], old: BinaryIO | None
 ) -> Iterator[bytes]:
-    """Yield the block checksums of all files. crcs: record and checksums of index and ids; None: those in `old`."""
+    """Yield the block checksums of all files. crcs: record and checksums of index and ids; None: as in `old`."""
     yield from _checksums(parts, old)
     at = _CRC_BYTES * sum(sum(part.blocks.values()) for part in parts)
     for record, sums in crcs:
@@ -609,7 +612,7 @@ def _all_checksums(
 
 
 def _put_shard(folder: Path, record: Meta, own: Path, beside: Path) -> None:
-    """Put a unit's shard in the place of a damaged one. Raises: CacheError E510 if it is damaged too."""
+    """Replace a damaged shard by a unit's. Raises: CacheError E510 if that is damaged too."""
     path, new = path_inside(folder, record["name"]), beside / _NEW
     if path.is_dir():  # `path_inside` has refused links
         remedy = f"Remove it: {shlex.join(['rm', '-r', str(path)])}"
@@ -625,12 +628,12 @@ def _put_shard(folder: Path, record: Meta, own: Path, beside: Path) -> None:
 
 
 def _check_lease(folder: Path) -> None:
-    """Raise CacheError E512 where another process has taken over the cache of a version."""
+    """Raise CacheError E512 if another process has taken over the cache of a version."""
     check_lease(folder.parent / LOCK_NAME)
 
 
 def _sums_if_good(folder: Path, record: Meta) -> bytes | None:
-    """Return the block checksums of a file that has the recorded sha256; None for a damaged one."""
+    """Return the block checksums of a file with the recorded sha256; None for a damaged one."""
     hashes = BlockHashes()
     try:
         with open(open_regular(path_inside(folder, record["name"])), "rb") as file:

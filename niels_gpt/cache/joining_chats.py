@@ -1,6 +1,6 @@
-"""How units of an sft cache become one cache: tokens and loss bits end to end, offsets counted on, duplicates of all.
+"""Join units of an sft cache: tokens and loss bits end to end, shifted offsets, duplicates counted over all.
 
-Nothing of it mends a damaged file of such a cache: it is built again as a whole.
+A damaged file of such a cache is not mended: the cache is built again as a whole.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from niels_gpt.engine.journal import write_whole
 from niels_gpt.engine.losses import warn_of_losses, warn_of_unknown
 from niels_gpt.engine.meta import Source
 from niels_gpt.engine.split import count_duplicates, warn_of_share
-from niels_gpt.engine.units import Plan
+from niels_gpt.engine.units import PartitionPlan
 from niels_gpt.signals import warn_of_signals
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
@@ -53,7 +53,7 @@ SAME = (
     *("tokenizer_sha256", "vocab_size", "token_dtype", "special_token_ids", "seed", "built", "split_rule"),
     *("on_special", "val_frac", "chat_template", "pad_id"),
 )
-"""Keys of meta.json that all units of an sft cache have in common; the last two only beside loss bits."""
+"""Keys of meta.json that are equal in all units of an sft cache; the last two only beside loss bits."""
 _OF_SPLITS = dict.fromkeys(SPLITS, 0)
 _COUNTED = ("examples", "tokens")
 _ZEROS: dict[str, Any] = {
@@ -71,17 +71,17 @@ Meta = dict[str, Any]
 
 
 class _Part(NamedTuple):
-    """What is kept of a unit while the files of all are streamed."""
+    """Counts of a unit, kept while the files of all units are streamed."""
 
     folder: Path
     examples: Mapping[str, int]
     tokens: Mapping[str, int]
 
 
-def join(work: Path, plan: Plan, source: Source, units: Iterator[tuple[Path, Meta]]) -> Meta:
-    """Write all files of the cache and meta.json to `work`; returns the meta. See `UnitKind.join`.
+def join(work: Path, plan: PartitionPlan, source: Source, units: Iterator[tuple[Path, Meta]]) -> Meta:
+    """Write all files of an sft cache to `work`, meta.json last. Returns the meta. See `UnitKind.join`.
 
-    Raises: NoTextError without an example for train; CacheError E510 for a file that is not of its unit.
+    Raises: NoTextError without an example for train; CacheError E510 for a file of another unit.
     """
     parts = list[_Part]()
 
@@ -102,7 +102,7 @@ def join(work: Path, plan: Plan, source: Source, units: Iterator[tuple[Path, Met
 
 
 def check_receipt(meta: Meta) -> None:
-    """Raise an error where a receipt has what `join` cannot take: it reads files by the names of a build of ours."""
+    """Raise an error for a receipt that `join` cannot take: it reads files by the names of our builder."""
     bits = [f"{split}_loss.bits" for split in SPLITS] if has_loss_bits(meta) else []
     files = [f"{split}_{name}" for name in ("tokens.bin", "idx.npy") for split in SPLITS]
     names = [*files, *(f"index/{split}_ids.txt" for split in SPLITS), *bits, CHECKSUMS, *DIGESTS_OF.values()]
@@ -119,7 +119,7 @@ def check_receipt(meta: Meta) -> None:
 
 
 def warn_of_whole(path: Path, meta: Meta) -> None:
-    """Log what no unit can know: a share of val far from the one asked for, odd chats, an empty val."""
+    """Log what shows only in the whole cache: an unexpected share of val, odd chats, an empty val."""
     warn_of_share(path, meta)
     if has_loss_bits(meta):
         warn_of_unknown(path, meta["unknown_ids"])
@@ -130,12 +130,12 @@ def warn_of_whole(path: Path, meta: Meta) -> None:
 
 
 def _of_unit(meta: Meta) -> dict[str, int]:
-    """Return tokens and examples of a unit, for `partitions.of_each` of meta.json."""
+    """Return tokens and examples of a unit for `partitions.of_each`."""
     return {f"{split}_{key}": meta["totals"][f"{split}_{key}"] for key in _COUNTED for split in SPLITS}
 
 
 def _streamed(work: Path, parts: list[_Part], totals: Mapping[str, int], known: Meta) -> Meta:
-    """Write all files but meta.json; returns their keys of meta.json."""
+    """Write all files but meta.json. Returns their keys of meta.json."""
     crcs, itemsize = list[bytes](), token_dtype_of(known, META_NAME).itemsize
     keys: Meta = {"shards": {}, "index": {}, "ids": {}, **({"loss_bits": {}} if "chat_template" in known else {})}
 
@@ -168,7 +168,7 @@ def _starts(parts: list[_Part], split: str, entries: int) -> Iterator[bytes]:
 
 
 def _loss(parts: list[_Part], split: str) -> Iterator[NDArray[np.uint8]]:
-    """Yield 0 or 1 for each token of all units: the bits of one need not end at a byte."""
+    """Yield 0 or 1 for each token of all units. The bits of a unit need not end at a byte."""
     for part in parts:
         left = part.tokens[split]
         for block in whole(part.folder / f"{split}_loss.bits", num_bytes(left)):

@@ -1,6 +1,6 @@
-"""meta.json of token caches: how it is written and read, and what the readers require of each key (D10).
+"""Write and read meta.json of token caches; decide which keys readers require (D10).
 
-It is the last file of a build, so a folder that has one is complete.
+meta.json is the last file of a build, so a folder that has one is complete.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from niels_gpt.storage.meta_json import (
     wrong_value,
 )
 from niels_gpt.storage.versions import VERSION_NAME, VERSIONS_DIR, is_plan, version_name
-from niels_gpt.tokenizers.protocol import MAX_IDS, FullTokenizer
-from niels_gpt.tokenizers.vocabulary import (
+from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
+from niels_gpt.tokenizers.protocol import (
+    MAX_IDS,
+    FullTokenizer,
     check_vocab_size,
-    end_of_documents,
     integer,
     special_id_in,
-    start_of_documents,
     tokenizer_sha256_in,
 )
 
@@ -55,24 +55,24 @@ __all__ = [
 ]
 
 KINDS = ("tokenizer", "pretrain", "sft", "rollouts")
-"""`kind` of the caches that have these keys."""
+"""Values of `kind` for caches with these keys."""
 _LEVELS_TO_CACHE_DIR = 4  # from a version up: NAME, .versions, pretrain, the folder of the caches
 
 
 def write_meta(path: str, meta: dict[str, Any]) -> None:
     """Write a meta.json atomically, as canonical JSON: equal dicts give equal bytes.
 
-    A `meta_crc32` in it is recomputed; without one none is added.
+    Computes `meta_crc32` again if it is there, and adds none.
     """
     write_bytes(path, meta_bytes(meta) if "meta_crc32" in meta else canonical_json(meta))
 
 
 def read_meta(path: str) -> dict[str, Any]:
-    """Return a meta.json as a dict; its keys are checked by `reader_meta` and `file_records`.
+    """Return a meta.json as a dict. `reader_meta` and `file_records` check its keys.
 
     path: of the file; ~ is the home folder.
-    Raises: FileNotFoundError; CacheError if it is not a regular file, larger than 32 MiB, not a JSON object as in
-        `parse_object`, or if its bytes do not match its `meta_crc32`.
+    Raises: FileNotFoundError; CacheError E209 for a folder, E205 for anything else but a regular file, E206 if it is
+        larger than 32 MiB, E202 if it is no JSON object or does not match its `meta_crc32`.
     """
     path = os.path.expanduser(path)
     if os.path.isdir(path):
@@ -100,16 +100,16 @@ def read_meta(path: str) -> dict[str, Any]:
 def find_meta(folder: Path) -> dict[str, Any] | None:
     """Return the meta.json of a folder; None without one, as in a folder of another tool.
 
-    Raises: as `read_meta`; CacheError if the folder is a symlink out of its parent folder.
+    Raises: CacheError E202, E205 or E206 for a bad meta.json, E205 for a link out of the parent folder.
     """
     path = _refuse_link_out(folder) / META_NAME
     return read_meta(str(path)) if os.path.lexists(path) else None
 
 
 def reader_meta(folder: Path, kind: str | None = None) -> dict[str, Any] | None:
-    """Return `find_meta`, checked by `checked_meta`: the meta that every reader uses, and `verify` too.
+    """Return `find_meta` after `checked_meta`: the meta for every reader, and for `verify`.
 
-    Raises: as `find_meta` and `checked_meta`; CacheError for a stub, which has no data.
+    Raises: CacheError E202, E205 or E206 for a bad meta.json, E207 for a stub, which has no data.
     """
     meta = find_meta(folder)
     if meta is None:
@@ -122,9 +122,9 @@ def reader_meta(folder: Path, kind: str | None = None) -> dict[str, Any] | None:
 
 
 def existing_cache(folder: Path, named: str | os.PathLike[str]) -> Path:
-    """Return `folder`, a resolved path; FileNotFoundError with the command that builds it unless it is a folder.
+    """Return `folder`, a resolved path. named: the path of the caller, for the message.
 
-    named: the path as the caller passed it, for the message.
+    Raises: FileNotFoundError with the command that builds it, unless it is a folder.
     """
     if not folder.is_dir():
         from niels_gpt.storage.remedies import instead_of
@@ -134,11 +134,11 @@ def existing_cache(folder: Path, named: str | os.PathLike[str]) -> Path:
 
 
 def checked_meta(meta: dict[str, Any], where: str, kind: str | None = None) -> None:
-    """Check the keys of a meta.json that readers use; absent keys and those of other tools are accepted.
+    """Check the keys of a meta.json that readers use. Accepts absent keys, and keys of other tools.
 
     kind: the expected one; None: any.
-    Raises: CacheError for a key of the wrong type, another format version or kind, a token_dtype that is not that of
-        vocab_size or of the sizes of the files, and a cache of this project without a tokenizer_sha256.
+    Raises: CacheError E202 for a key of the wrong type, another format version or kind, a token_dtype that does not fit
+        vocab_size or the sizes of files, and a cache of this project without a tokenizer_sha256.
     """
     actual = meta.get("kind", kind)
     if kind is not None and actual != kind:
@@ -163,7 +163,7 @@ def checked_meta(meta: dict[str, Any], where: str, kind: str | None = None) -> N
 
 
 def _check_token_sizes(meta: dict[str, Any], where: str) -> None:
-    """Raise CacheError if the records of token files have sizes of another token_dtype: its ids would be nonsense."""
+    """Raise CacheError E202 if the sizes of token files need another token_dtype: their ids would be nonsense."""
     itemsize = token_dtype_of(meta, where).itemsize
     for records in meta.get("shards", {}).values():
         for record in records:
@@ -173,7 +173,7 @@ def _check_token_sizes(meta: dict[str, Any], where: str) -> None:
 
 
 def listed_meta(folder: Path) -> dict[str, Any] | None:
-    """Return `find_meta`, checked by `check_listed`. Raises: as both."""
+    """Return `find_meta` after `check_listed`. Raises: CacheError for a bad meta.json."""
     meta = find_meta(folder)
     if meta is not None:
         check_listed(meta, str(folder / META_NAME))
@@ -181,7 +181,7 @@ def listed_meta(folder: Path) -> dict[str, Any] | None:
 
 
 def check_listed(meta: dict[str, Any], where: str) -> None:
-    """Raise CacheError for a wrong `built`, `totals` or list of files, which a table of caches shows."""
+    """Raise CacheError E202 for a wrong `built`, `totals` or list of files, which a table of caches shows."""
     file_records(meta, where)
     _check_built(meta, where)
     totals = meta.get("totals", {})
@@ -200,8 +200,8 @@ def _check_built(meta: dict[str, Any], where: str) -> None:
 def split_shards(folder: Path, meta: dict[str, Any] | None, split: str) -> list[tuple[Path, int | None]]:
     """Return the shards of a split of a pretrain cache, with their sizes in bytes.
 
-    Without a list in meta.json they are found by their names, and the sizes are None.
-    Raises: CacheError for a split that meta.json does not list, or whose files are not below its folder.
+    Without a list in meta.json, finds them by their names, with sizes None.
+    Raises: CacheError E202 for a split that meta.json does not list, or files outside its folder.
     """
     if meta is None or "shards" not in meta:
         names = sorted(path.name for path in (folder / split).glob(SHARD_GLOB))
@@ -216,7 +216,7 @@ def split_shards(folder: Path, meta: dict[str, Any] | None, split: str) -> list[
 
 
 def text_bytes(folder: Path, meta: dict[str, Any] | None, split: str) -> int:
-    """Return the utf-8 length of the text of a pretrain split. Raises: CacheError if meta.json does not have it."""
+    """Return the utf-8 length of the text of a pretrain split. Raises: CacheError E208 if meta.json lacks it."""
     keys, where = meta or {}, str(folder / META_NAME)
     by_split = keys.get("utf8_bytes")
     if keys.get("kind", "pretrain") != "pretrain" or not isinstance(by_split, dict) or split not in by_split:
@@ -231,10 +231,10 @@ def text_bytes(folder: Path, meta: dict[str, Any] | None, split: str) -> int:
 
 
 def check_pair(tokens_path: Path, idx_path: Path, meta: dict[str, Any] | None) -> None:
-    """Raise CacheError if a token file and an offsets file of an sft cache are known not to belong together.
+    """Raise CacheError E209 if a token file and an offsets file of an sft cache do not belong together.
 
     meta: of the tokens' folder. Both files must be of one split, by its lists of files or else by their names. Files of
-    two folders are refused if one of them is a cache, which has its files in one folder.
+        two folders are refused if one of them is a cache, which has its files in one folder.
     """
     found = f"the offsets of other tokens than {tokens_path}"
     if tokens_path.parent != idx_path.parent:
@@ -251,9 +251,9 @@ def check_pair(tokens_path: Path, idx_path: Path, meta: dict[str, Any] | None) -
 
 
 def recorded_bytes(folder: Path, meta: dict[str, Any] | None, path: Path) -> int | None:
-    """Return the bytes of a file by the meta.json of a folder; None without a meta.json, or without records in it.
+    """Return the size of a file in bytes, by the meta.json of a folder; None without a meta.json or records.
 
-    Raises: CacheError for a file in that folder that its meta.json does not name, or that is a link.
+    Raises: CacheError E209 for a file in that folder that its meta.json does not name, E205 for a link.
     """
     sizes = {record["name"]: int(record["bytes"]) for record in file_records(meta or {})}
     if not sizes or path.parent != folder:
@@ -265,7 +265,7 @@ def recorded_bytes(folder: Path, meta: dict[str, Any] | None, path: Path) -> int
 
 
 def _split_of(name: str, group: dict[str, Any], end: str) -> str | None:
-    """Return the split of a file by a group of a meta.json, else by the file's name; None if neither has it."""
+    """Return the split of a file by a group of meta.json, else by its name; None if neither has it."""
     for split, records in group.items():
         if any(record["name"] == name for record in (records if isinstance(records, list) else [records])):
             return str(split)
@@ -273,9 +273,9 @@ def _split_of(name: str, group: dict[str, Any], end: str) -> str | None:
 
 
 def check_tokenizer(folder: Path, meta: dict[str, Any] | None, expected_sha256: str | None = None) -> None:
-    """Raise CacheError if a cache's ids are of another tokenizer than the expected one.
+    """Raise CacheError E402 if another tokenizer than the expected one produced a cache's ids.
 
-    expected_sha256: of the caller's model; None: that of tokenizer/ beside the cache, if there is one.
+    expected_sha256: of the caller's model; None: of tokenizer/ beside the cache, if there is one.
     """
     actual = tokenizer_sha256_in(meta or {}, str(folder / META_NAME))
     if expected_sha256 is None:
@@ -288,8 +288,8 @@ def check_tokenizer(folder: Path, meta: dict[str, Any] | None, expected_sha256: 
 def fingerprint(folder: Path, meta: dict[str, Any] | None, *, split: str, tokens: int) -> dict[str, Any]:
     """Return the identity of a split for a checkpoint, a few JSON scalars.
 
-    split, tokens (of that split), content_sha256 (of all files of the cache), tokenizer_sha256. The last two are None
-    without a meta.json: of another tool's files only the number of tokens is compared later.
+    split, tokens (of the split), content_sha256 (of all files), tokenizer_sha256. The last two are None without a
+    meta.json: for files of another tool only the number of tokens is compared later.
     """
     keys, where = meta or {}, str(folder / META_NAME)
     content = keys.get("content_sha256")
@@ -302,9 +302,9 @@ def fingerprint(folder: Path, meta: dict[str, Any] | None, *, split: str, tokens
 
 
 def check_expected(actual: dict[str, Any], expect: Mapping[str, Any] | None, where: str) -> None:
-    """Raise CacheError unless a fingerprint equals `expect`, an earlier one; None: nothing is compared.
+    """Raise CacheError E213 unless a fingerprint equals `expect`, an earlier one; None: compare nothing.
 
-    Raises: ValueError if `expect` is not a fingerprint. Its additional keys are ignored.
+    Raises: ValueError if `expect` is no fingerprint. Ignores further keys of it.
     """
     if expect is None:
         return
@@ -319,9 +319,9 @@ def check_expected(actual: dict[str, Any], expect: Mapping[str, Any] | None, whe
 
 
 def special_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int:
-    """Return the id of the sentinel `name` (sys, usr, asst, eot), from the cache's meta or its tokenizer's (D1).
+    """Return the id of the sentinel `name` (sys, usr, asst, eot) by the cache's meta or its tokenizer's (D1).
 
-    Raises: CacheError that names the files searched.
+    Raises: CacheError E404, which names the searched files.
     """
     value = _known_id(folder, meta, name)
     if value is not None:
@@ -332,9 +332,10 @@ def special_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int:
 
 
 def control_ids_of(folder: Path, meta: dict[str, Any]) -> frozenset[int]:
-    """Return ids that no text of a cache has: those of the sentinels, and the other special tokens of its tokenizer.
+    """Return the ids that no text of a cache has: sentinels, and other special tokens of its tokenizer.
 
-    The others are known by the tokenizer beside or above a version, if it made the ids. Raises: CacheError.
+    The tokenizer beside or above a version tells the others, if it produced the ids. Raises: CacheError if it is
+    damaged.
     """
     above, where = _tokenizer_meta_above(folder)
     known = above.get("control_ids", []) if above.get("tokenizer_sha256") == meta.get("tokenizer_sha256") else []
@@ -344,28 +345,28 @@ def control_ids_of(folder: Path, meta: dict[str, Any]) -> frozenset[int]:
 
 
 def role_ids(folder: Path, meta: dict[str, Any] | None) -> tuple[int, ...]:
-    """Return the possible first ids of an example: of sys, usr and asst; () unless all of them are known."""
+    """Return the possible first ids of an example: sys, usr and asst; () unless all are known."""
     ids = [_known_id(folder, meta, name) for name in ("sys", "usr", "asst")]
     return tuple(id for id in ids if id is not None) if None not in ids else ()
 
 
 def sentinel_names(folder: Path, meta: dict[str, Any] | None) -> dict[int, str]:
-    """Return the short name of each sentinel whose id is known, such as <|eot|>, by its id."""
+    """Return the short name of each known sentinel, such as <|eot|>, by id."""
     ids = {name: _known_id(folder, meta, name) for name in SPECIAL_TOKEN_NAMES}
     return {id: f"<|{name}|>" for name, id in ids.items() if id is not None}
 
 
 def tokenizer_of(folder: Path, sha256: str | None) -> FullTokenizer:
-    """Open the model of the tokenizer/ beside or above a version; the last four stay open.
+    """Open the model of the tokenizer/ beside or above a version. The last four stay open.
 
-    sha256: of the model that the ids are of; None: not known.
-    Raises: FileNotFoundError; CacheError for another model; ImportError without its library.
+    sha256: of the model that produced the ids; None if unknown.
+    Raises: FileNotFoundError; CacheError E402 for another model; ImportError without its library.
     """
     return _open_tokenizer(folder, sha256, _model_file(folder) if sha256 is None else ())
 
 
 def _model_file(folder: Path) -> tuple[int, ...]:
-    """Return what changes when the tokenizer beside or above a version is replaced; () without one."""
+    """Return a value that changes when the tokenizer beside or above a version is replaced; () without one."""
     from niels_gpt.tokenizers.files import tokenizer_file
 
     beside = tokenizer_above(folder)
@@ -402,7 +403,7 @@ def _open_tokenizer(folder: Path, sha256: str | None, _file: tuple[int, ...]) ->
 
 
 def _known_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int | None:
-    """Return the id of a sentinel from the cache's meta, else its tokenizer's; None if neither has it."""
+    """Return the id of a sentinel by the cache's meta, else its tokenizer's; None if neither has it."""
     known = special_id_in(meta or {}, name, str(folder / META_NAME))
     if known is not None:
         return known
@@ -413,8 +414,8 @@ def _known_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int | Non
 def tokenizer_above(folder: Path) -> Path | None:
     """Return the nearest tokenizer/ with a meta.json beside or above a version; None without one.
 
-    That of a partition may be a version, which is not installed yet.
-    Raises: CacheError if it is a symlink out of its parent folder.
+    For a partition it may be a version that is not installed yet.
+    Raises: CacheError E205 if it is a symlink out of its parent folder.
     """
     above = list(folder.parents)
     first = 3 if is_plan(Path(*above[2:3])) else 0  # of a partition: .versions/NUMBER, in the folder of a plan
@@ -425,7 +426,7 @@ def tokenizer_above(folder: Path) -> Path | None:
 
 
 def _staged_tokenizers(folder: Path, cache_dir: Path) -> list[Path]:
-    """Return the versions of the tokenizer in a folder of caches that made the ids of a version."""
+    """Return the versions of the tokenizer in a folder of caches that produced the ids of a version."""
     sha256, name = (find_meta(folder) or {}).get("tokenizer_sha256"), f"{VERSIONS_DIR}/tokenizer"
     names = sorted(path.name for path in (cache_dir / name).glob("*") if VERSION_NAME.fullmatch(path.name))
     metas = [path_inside(cache_dir, f"{name}/{version}/{META_NAME}") for version in names]
@@ -439,7 +440,7 @@ def _tokenizer_meta_above(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def _refuse_link_out(folder: Path) -> Path:
-    """Return a folder; CacheError if it is a link to anything but a version beside it."""
+    """Return a folder. Raises: CacheError E205 if it is a link to anything but a version beside it."""
     if folder.is_symlink():
         target, beside = resolved(folder), resolved(folder.parent)
         if not target.is_relative_to(beside):

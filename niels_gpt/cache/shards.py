@@ -1,6 +1,6 @@
-"""Writes documents into the token shards of both splits, with index and source ids.
+"""Write documents into the token shards of both splits, with index and source ids.
 
-Decides where a shard ends, which document is truncated at its budget, and what is counted as dropped.
+Decides where a shard ends, which document is truncated at its budget, and which documents are dropped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from niels_gpt.tokenizers.protocol import Ids
 logger = logging.getLogger(__name__)
 
 Document = tuple[str | None, bytes | str, str]
-"""Split (None: by its text), text (bytes: valid utf-8), and the document's id in its source."""
+"""Split (None: by its text), text (bytes: valid utf-8), and id of the document in its source."""
 _LONGEST_ID, _WORDS = 1_000, 4  # bytes of a text that may be shorter than an id; spaces of an id that may be a text
 _NOT_DROPS = {"documents_read", "cut_documents", "cut_tokens"}
 FILES: dict[str, str | None] = {
@@ -51,15 +51,15 @@ FILES: dict[str, str | None] = {
     **{f"{split}_ids.txt": f"index/{split}_ids.txt" for split in SPLITS},
     **{f"{split}_texts.bin": None for split in SPLITS},
 }
-"""The files that a build appends to, for each split: the shard that is being filled, and the starts, source ids and
-text digests of its documents.
-"""
+"""Files that a build appends to, for each split: the open shard, and starts, source ids and text digests of its
+documents."""
 TEXTS_OF = {split: f"index/{split}_texts.bin" for split in SPLITS}
-"""The text digests of each split, where they are files of a cache: in a partition."""
+"""Text digests, by split, as files of a partition."""
 
 
 def files_of(partition: Partition | None) -> dict[str, str | None]:
-    """Return the files that a build appends to; a partition keeps text digests: duplicates are counted over all."""
+    """Return the files that a build appends to. A partition keeps text digests, to count duplicates over all
+    partitions."""
     return FILES if partition is None else FILES | {f"{split}_texts.bin": name for split, name in TEXTS_OF.items()}
 
 
@@ -68,7 +68,7 @@ def with_ids(
 ) -> Iterator[Document | Chunk[Document]]:
     """Give each document without an id its number in the stream; a batch becomes a chunk.
 
-    number: of the first document. Raises: ValueError naming one that is no document.
+    number: of the first document. Raises: ValueError naming an item that is no document.
     """
     for document in documents:
         if isinstance(document, DocumentBatch):
@@ -100,7 +100,7 @@ def _check_split(number: int, split: str | None) -> None:
 
 
 def _check_batch(number: int, batch: DocumentBatch) -> None:
-    """Raise ValueError for what a batch of a caller's may not hold. number: of its first document."""
+    """Raise ValueError for a batch of a caller with malformed values. number: of its first document."""
 
     def refuse(at: int, found: str) -> NoReturn:
         raise SourceError(f"document {number + at}: {found}", code="E304")
@@ -135,7 +135,7 @@ _DOCUMENTS = ItemKind[Document](
 
 
 class Shards:
-    """Both splits on disk, and the counts of every document that was read: the Writer of this kind."""
+    """Write both splits, and count every document that was read: the Writer of this kind."""
 
     kind = _DOCUMENTS
 
@@ -180,7 +180,7 @@ class Shards:
         return self._budget.full("train") and self._budget.full("val")
 
     def waiting(self, item: Document) -> Waiting | None:
-        """Return a document's text, if it is kept; None for one that names its split."""
+        """Return a document's text if it is kept; None if it names its split."""
         split, text, name = item
         if split is not None:
             return None
@@ -188,7 +188,7 @@ class Shards:
         return Waiting(raw if raw and not self.encoder.drops(text) else None, len(raw) + len(name))
 
     def check_kept(self) -> None:
-        """Raise NoTextError if the cache needs a token for train, and there is none."""
+        """Raise NoTextError if the cache needs a token for train, and has none."""
         if self._tokens["train"] or self._may_be_empty:
             return
         loader = ", ".join(f"{name} {count}" for name, count in sorted(self._source.counters.items())) or "none"
@@ -201,12 +201,12 @@ class Shards:
         )
 
     def warn(self, out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
-        """Log what is odd about a cache that was just built."""
+        """Log oddities of a cache that was just built."""
         self._losses.warn(out_dir, meta)
         warn_of_unmet_budgets(out_dir, meta)
 
     def described(self) -> dict[str, Any]:
-        """Finish the last shards, the index and the ids; returns the keys of meta.json for them and for the counts."""
+        """Finish the last shards, the index and the ids. Returns the keys of meta.json for them and the counts."""
         build, index, ids = self._build, {}, {}
         for split in SPLITS:
             ids[split] = {**build.finish(f"{split}_ids.txt"), "entries": self._docs[split]}
@@ -256,7 +256,7 @@ class Shards:
         return {**counters, "docs": self._docs, "tokens": self._tokens, "utf8_bytes": self._utf8_bytes}
 
     def add(self, batch: Batch[Document], encoded: EncodedTexts) -> list[bytes]:
-        """Write documents until both budgets are full; returns the digests of those consumed."""
+        """Write documents until both budgets are full. Returns the digests of the consumed documents."""
         consumed = self._add(batch, encoded)
         texts, end = encoded.digests.tobytes(), DIGEST_BYTES
         labels = [f"{split}\0{name}\0".encode(errors="surrogatepass") for split, _, name in batch.items[:consumed]]
@@ -266,7 +266,7 @@ class Shards:
         ]
 
     def _add(self, batch: Batch[Document], encoded: EncodedTexts) -> int:
-        """Write the documents of a batch, until both budgets are full; returns how many were consumed."""
+        """Write the documents of a batch until both budgets are full. Returns how many were consumed."""
         lengths, count = encoded.lengths.copy(), len(batch.items)
         in_val = self._in_val(batch.items, encoded.keys)
         fits = lengths > 0
@@ -291,7 +291,7 @@ class Shards:
         return consumed
 
     def _note_odd(self, batch: Batch[Document], encoded: EncodedTexts, kept: NDArray[np.int64]) -> None:
-        """Count what is odd about documents that are kept. kept: ascending numbers."""
+        """Count oddities of kept documents. kept: ascending numbers."""
         is_short = (encoded.utf8_bytes < _LONGEST_ID).tolist()
         for number in kept.tolist():
             text, name, odd = batch.payload[number], batch.items[number][2], encoded.notes.get(number, ())
@@ -304,7 +304,7 @@ class Shards:
                 self._warnings.note(odd, name, shown)
 
     def _in_val(self, items: list[Document], keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Return bool [items]: the document goes to val."""
+        """Return whether each document goes to val: bool [items]."""
         splits = {item[0] for item in items}
         self._names_splits |= bool(splits - {None})
         if splits == {None}:
@@ -322,9 +322,9 @@ class Shards:
     def _within(
         self, split: str, numbers: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], int]:
-        """Return which documents of a split are kept, and the number of the one that fills its budget.
+        """Return which documents of a split are kept, and the number of the document that fills its budget.
 
-        The latter is -1 if it is full already, and beyond every number if it does not fill.
+        That number is -1 if the budget is full already, and beyond every number if it does not fill.
         """
         room = self._budget.room(split)
         if room is None:
@@ -339,9 +339,9 @@ class Shards:
     def _count_drops(
         self, items: list[Document], encoded: EncodedTexts, fits: NDArray[np.bool_], num_kept: int
     ) -> None:
-        """Count the documents that are dropped. items: those consumed; fits: which have tokens and no problem.
+        """Count the dropped documents. items: consumed ones. fits: which have tokens and no problem.
 
-        Raises: ValueError for one with a problem if the encoder refuses it.
+        Raises: ValueError for a problem if the encoder refuses it.
         """
         found = Counter(
             str(self.encoder.accept(encoded.problems[number], items[number][2]))
@@ -356,7 +356,7 @@ class Shards:
     def _truncated(
         self, split: str, encoded: EncodedTexts, numbers: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> int:
-        """Truncate the last of a split's documents in `lengths` if it exceeds the budget; returns the bytes lost."""
+        """Truncate the last of a split's documents in `lengths` if it exceeds the budget. Returns the lost bytes."""
         room = self._budget.room(split)
         excess = 0 if room is None else int(lengths[numbers].sum()) - room
         if excess <= 0:
@@ -383,7 +383,7 @@ class Shards:
         files[f"{split}_texts.bin"].write(encoded.digests[numbers])
 
     def _truncate(self, encoded: EncodedTexts, number: int, length: int, room: int) -> int:
-        """Count a truncated document; returns the utf-8 bytes of the ids that are kept."""
+        """Count a truncated document. Returns the utf-8 bytes of its kept ids."""
         self._counts["cut_documents"] += 1
         self._counts["cut_tokens"] += length - room
         start = int(encoded.lengths[:number].sum())
@@ -397,7 +397,7 @@ class Shards:
         return min(len(decode(kept).encode(errors="replace")), whole)
 
     def _write(self, split: str, ids: Ids, lengths: NDArray[np.int64]) -> None:
-        """Append documents of a split; self._tokens includes them already."""
+        """Append documents of a split. self._tokens includes them already."""
         ends = self._tokens[split] - int(lengths.sum()) + np.cumsum(lengths)
         self._build.files[f"{split}_docs.bin"].write((ends - lengths).astype(OFFSET_DTYPE))
         self._docs[split] += len(lengths)
@@ -411,7 +411,7 @@ class Shards:
 
 
 def warn_of_unmet_budgets(out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
-    """Log a warning for each split with fewer tokens than its budget, but for the bundled sample, small on purpose."""
+    """Log a warning for each split below its token budget, except in the bundled sample, which is small on purpose."""
     for split in SPLITS:
         if meta["budget_reached"][split] is False and meta["source"].get("kind") != "sample":
             logger.warning(
@@ -426,14 +426,14 @@ def warn_of_unmet_budgets(out_dir: str | os.PathLike[str], meta: Mapping[str, An
 
 
 def _is_blank(text: bytes | str) -> bool:
-    """Whether a text is white space alone, which in bytes is more than what `isspace` of bytes knows."""
+    """Return whether a text is only white space; for bytes, more characters than bytes.isspace knows."""
     if isinstance(text, str) or text.isascii():
         return text.isspace()
     return text[:_LONGEST_ID].decode(errors="ignore").isspace() and text.decode(errors="replace").isspace()
 
 
 def _ids_of(encoded: EncodedTexts, wanted: NDArray[np.int64]) -> Ids:
-    """Return the ids of some texts of a batch, concatenated. wanted: ascending numbers."""
+    """Return the ids of some texts of a batch, end to end. wanted: ascending numbers."""
     if len(wanted) == len(encoded.lengths):
         return encoded.ids
     ends = np.cumsum(encoded.lengths)

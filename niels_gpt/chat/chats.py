@@ -1,4 +1,14 @@
-"""What may stand in a chat: values of JSON, neither too deep nor too many, and texts that UTF-8 can hold."""
+"""Check what a chat may hold, decide which turns carry loss, and find what a rendered text leaves out.
+
+`loss_on` says which of the assistant's turns carry loss; a turn of weight 0 carries none.
+
+    assistant             turns that call no tool
+    assistant,tool_calls  every turn
+    tool_calls            turns that call a tool
+    last                  the last turn alone, with or without a call
+
+A turn with both words and calls is one that calls a tool. A call counts without a function name too.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +29,12 @@ from niels_gpt.chat.protocol import (
 )
 from niels_gpt.chat_template import is_weight
 
-UNUSABLE_VALUE: Final = "unusable_value"
-"""Counter of chats with a value that no JSON has, such as NaN, or with too many or too deep ones."""
 MAX_DEPTH: Final = 100
-"""Levels of lists and objects in a message or a tool, at most."""
+"""The most levels of lists and objects in a message or a tool."""
 MAX_VALUES: Final = 1 << 20
-"""Values of a chat, at most."""
+"""The most values in a chat."""
 MAX_CHARS: Final = 1 << 23
-"""Characters of a chat, at most: twelve bytes each on the way to the template's process, whose memory is limited."""
+"""The most characters in a chat. Each takes twelve bytes on the way to the template's process, which has 512 MiB."""
 _MAX_INTEGER = 1 << 64
 
 
@@ -35,11 +43,11 @@ class UnusableValueError(ValueError):
 
 
 def usable(chat: Chat) -> Chat:
-    """Return a copy of a chat of plain lists and dicts, with U+FFFD for each lone surrogate, which UTF-8 cannot hold.
+    """Return a copy of a chat with plain lists and dicts, and U+FFFD for each lone surrogate, which UTF-8 cannot hold.
 
-    Raises: UnusableValueError for a float that is not finite, an integer beyond 64 bits, a key that is no string, a
-        value that is none of JSON's, messages or tools that are no objects, a call of no function, a weight that is
-        neither 0 nor 1, and more than MAX_DEPTH levels, MAX_VALUES values or MAX_CHARS characters.
+    Raises: UnusableValueError for a value outside of JSON, such as NaN, an integer beyond 64 bits or a key that is no
+        string; for messages or tools that are no objects, a call without a function's name, a weight other than 0 and
+        1; and for more than MAX_DEPTH levels, MAX_VALUES values or MAX_CHARS characters.
     """
     left = [MAX_VALUES]
     messages = [_object(message, "message", left) for message in chat.messages]
@@ -58,7 +66,7 @@ def usable(chat: Chat) -> Chat:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Yield every string of a value of JSON, keys too, and the texts of a list of parts also as one string."""
+    """Yield every string of a JSON value, keys too, and the texts of a list of parts joined, as templates do."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -73,8 +81,8 @@ def texts_of(value: Any) -> Iterator[str]:
             yield "".join(parts)
 
 
-def encodable(text: str) -> str:
-    """Return a text with U+FFFD for each lone surrogate, which utf-8 cannot hold."""
+def _encodable(text: str) -> str:
+    """Return a text with U+FFFD for each lone surrogate."""
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -92,7 +100,7 @@ def _plain(value: Any, depth: int, left: list[int]) -> Any:
     if left[0] < 0:
         raise UnusableValueError(f"it has more than {MAX_VALUES:,} values")
     if isinstance(value, str):
-        return encodable(str(value))
+        return _encodable(str(value))
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -111,17 +119,17 @@ def _plain(value: Any, depth: int, left: list[int]) -> Any:
         return [_plain(item, depth - 1, left) for item in value]
     if not all(isinstance(key, str) for key in value):
         raise UnusableValueError("an object with a key that is no string")
-    return {encodable(key): _plain(item, depth - 1, left) for key, item in value.items()}
+    return {_encodable(key): _plain(item, depth - 1, left) for key, item in value.items()}
 
 
 LOSS_ON: Final = ("assistant", "assistant,tool_calls", "tool_calls", "last")
-"""What `loss_on` may be."""
+"""The values of `loss_on`."""
 REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
-"""The fields of a message that may hold what the assistant thought before it replied."""
+"""Fields of a message that may hold the assistant's thinking."""
 
 
 def check_loss_on(loss_on: str) -> str:
-    """Return it unchanged. Raises: ValueError unless it is one of LOSS_ON."""
+    """Return `loss_on`. Raises: ValueError unless it is in LOSS_ON."""
     if loss_on not in LOSS_ON:
         raise ValueError(f"loss_on={loss_on!r}: expected one of {', '.join(map(repr, LOSS_ON))}")
     return loss_on
@@ -142,7 +150,7 @@ def supervised_turns(messages: Messages, loss_on: str) -> list[int]:
 
 
 def has_weight(message: Mapping[str, Any]) -> bool:
-    """Whether a message may carry loss: one of weight 0 carries none, whatever the template says."""
+    """Whether a message may carry loss: weight 0 forbids it, whatever the template marks."""
     return message.get("weight") != 0
 
 
@@ -152,35 +160,35 @@ def calls_tools(message: Mapping[str, Any]) -> bool:
 
 
 def words_of(message: Mapping[str, Any]) -> str:
-    """Return the words of a message: its content, or the texts in a list of parts; "" for other content."""
+    """Return the words of a message: its content, or the joined texts of a list of parts; "" for other content."""
     content = message.get("content")
     return "" if isinstance(content, Mapping) else "".join(_texts(content))
 
 
 def called_names(message: Mapping[str, Any]) -> list[str]:
-    """Return the names of the functions that a message calls, as far as its calls have the usual form."""
+    """Return the names of the functions that a message calls; calls of another form are skipped."""
     calls = message.get("tool_calls")
-    return function_names(calls if isinstance(calls, list) else [])
+    return _function_names(calls if isinstance(calls, list) else [])
 
 
-def function_names(functions: Sequence[Any]) -> list[str]:
-    """Return the names in a list of tools or calls, {"name": ...} or {"function": {"name": ...}}."""
+def _function_names(functions: Sequence[Any]) -> list[str]:
+    """Return the names in a list of tools or calls: {"name": ...} or {"function": {"name": ...}}."""
     inner = [each.get("function", each) for each in functions if isinstance(each, Mapping)]
     names = [each.get("name") for each in inner if isinstance(each, Mapping)]
     return [name for name in names if isinstance(name, str)]
 
 
-def is_in(name: str, text: str) -> bool:
-    """Whether a text has a name, as it is or as JSON has it."""
+def _is_in(name: str, text: str) -> bool:
+    """Whether a text contains a name, literally or escaped as JSON escapes it."""
     return any(each in text for each in (name, json.dumps(name)[1:-1], json.dumps(name, ensure_ascii=False)[1:-1]))
 
 
 def lost(messages: Messages, text: str, template: str) -> tuple[str, str] | None:
-    """Return the counter and what is wrong where the text of a chat is without a call, or without the words of a list
-    of parts, or has Python's form of a content."""
+    """Return counter and problem of a chat's text that lacks a call or the words of a list of parts, or shows a content
+    in Python's notation; None for a text without such a problem."""
     for number, message in enumerate(messages, 1):
         knows_calls = any(word in template for word in ("tool_calls", "tojson"))
-        if calls_tools(message) and not (knows_calls and all(is_in(name, text) for name in called_names(message))):
+        if calls_tools(message) and not (knows_calls and all(_is_in(name, text) for name in called_names(message))):
             return UNUSED_CALLS, f"the template leaves out a call of message {number}"
         content = message.get("content")
         if content and isinstance(content, list | dict) and str(content) in text:
@@ -188,15 +196,15 @@ def lost(messages: Messages, text: str, template: str) -> tuple[str, str] | None
             return NOT_AS_TEXT, f"the template writes message {number}, {kind}, as Python prints it"
         # Thinking is removed from lists as from texts: only what stands after it must be there.
         parts = (part.rpartition("</think>")[2] for part in _texts(content)) if isinstance(content, list) else ()
-        if not all(is_in(part.strip(), text) for part in parts):
+        if not all(_is_in(part.strip(), text) for part in parts):
             return NOT_AS_TEXT, f"the template leaves out words of message {number}, a list of parts"
     return None
 
 
 def changed(chat: Chat, text: str, template: str) -> Iterator[str]:
-    """Yield the counters of CHANGED that the text of a chat is counted under."""
-    names = function_names(chat.tools or ())
-    if names and not ("tools" in template and any(is_in(name, text) for name in names)):
+    """Yield the members of CHANGED (protocol.py) that apply to a chat's text."""
+    names = _function_names(chat.tools or ())
+    if names and not ("tools" in template and any(_is_in(name, text) for name in names)):
         yield UNUSED_TOOLS
     reasoning = (message.get(name) for message in chat.messages for name in REASONING_FIELDS)
     if any(isinstance(each, str) and each.strip() not in text for each in reasoning):
@@ -214,15 +222,17 @@ def _has_words(messages: Messages, text: str) -> bool:
     at = 0
     for message in messages:
         for part in _texts(message.get("content")):
-            found = text.find(part.strip(), at)  # most stand in order, and a chat may have very many
-            if found < 0 and not is_in(part.strip(), text):
+            found = text.find(
+                part.strip(), at
+            )  # most parts stand in order: searching from `at` keeps long chats linear
+            if found < 0 and not _is_in(part.strip(), text):
                 return False
             at = max(at, found)
     return True
 
 
 def _texts(content: Any) -> list[str]:
-    """Return the texts of a content: of itself, of a list of parts, or the values of an object."""
+    """Return the strings of a content: the content itself, the texts of a list of parts, or the values of an object."""
     if isinstance(content, Mapping):
         return [value for value in content.values() if isinstance(value, str)]
     if isinstance(content, list):
@@ -238,10 +248,10 @@ def _arguments(calls: Any) -> Iterator[str]:
 
 
 def labelled(messages: Messages, labels: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return the messages with a character of its own in all that the message with this number says.
+    """Return the messages with labels in the words, the thinking and the calls of some of them.
 
-    labels: character by number of the message. It stands behind the last character of a text that is no white space, so
-        that a template that removes white space at the ends removes the same as without it.
+    labels: message number -> character. It is put behind the last character that is no white space, so a template that
+        strips a text strips the same with and without it.
     """
     return [
         _labelled(message, labels[number]) if number in labels else dict(message)
@@ -254,7 +264,7 @@ def _labelled(message: Mapping[str, Any], label: str) -> dict[str, Any]:
     for name in ("content", *REASONING_FIELDS):
         said[name] = _with_label(message.get(name), label)
     if calls_tools(message):
-        said["tool_calls"] = _with_named(message["tool_calls"], label)
+        said["tool_calls"] = _with_labelled_names(message["tool_calls"], label)
         said["content"] = said["content"] if words_of(message) else message.get("content")
     return {name: value for name, value in said.items() if name in message}
 
@@ -271,11 +281,11 @@ def _with_label(value: Any, label: str) -> Any:
     return value
 
 
-def _with_named(calls: Any, label: str) -> Any:
+def _with_labelled_names(calls: Any, label: str) -> Any:
     if isinstance(calls, list):
-        return [_with_named(call, label) for call in calls]
+        return [_with_labelled_names(call, label) for call in calls]
     if not isinstance(calls, Mapping):
         return calls
     if isinstance(calls.get("name"), str):
         return {**calls, "name": calls["name"] + label}
-    return {**calls, "function": _with_named(calls["function"], label)} if "function" in calls else calls
+    return {**calls, "function": _with_labelled_names(calls["function"], label)} if "function" in calls else calls

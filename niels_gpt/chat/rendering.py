@@ -1,7 +1,7 @@
-"""Renders chat templates in another process, which a template can neither hang nor fill: worker.py.
+"""Render chat templates in another process, which a template can neither hang nor fill (worker.py).
 
-One such process serves all templates of this process. It starts with the first chat, and again after a template has run
-into a limit. A text depends on template, chat and variables alone, so it does not matter which process renders it.
+One such process serves all templates of this process. It starts with the first chat, and again after a template has
+exceeded a limit. A text depends on template, chat and variables alone, so any process gives the same.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from niels_gpt.chat.protocol import Chat
 from niels_gpt.storage.errors import TemplateError, WorkerDied
 
 Job = tuple[int, int, dict[str, Any]]
-"""Number of the chat, how many of its messages are rendered, variables beside those of all jobs."""
+"""Number of the chat, how many of its messages to render, variables of this job alone."""
 Outcome = tuple[str, str]
-"""text and the text; syntax or raised and jinja's error; long and the number of characters."""
+"""A kind and a text: text, the rendering; syntax or raised, jinja's error; long, the number of characters."""
 
-_SECONDS, _OF_A_MESSAGE, _OF_A_CHARACTER = 2.0, 1e-3, 1e-6  # CPU time of a request: at least ten times what it takes
-_WALL = 4.0, 10.0  # wall time: by the CPU time, and added, for a machine that has other work too
+# CPU seconds of a request, and for each of its messages and characters: at least ten times the usual.
+_SECONDS, _OF_A_MESSAGE, _OF_A_CHARACTER = 2.0, 1e-3, 1e-6
+_WALL = 4.0, 10.0  # wall seconds of a request: 4 times its CPU seconds and 10, for a busy machine
 _START_S = 120.0
-_FRAME = 1 << 24  # characters of the texts in one answer, and those that are expected, at most, or one text
-_MAX_CHARS = 1 << 22, 16  # of a text: four million, or sixteen times the chat
+_FRAME = 1 << 24  # characters of the texts in one answer, unless one text alone is longer
+_MAX_CHARS = 1 << 22, 16  # characters of a text: four million, or sixteen times the chat
 
 
 class TemplateLimitError(TemplateError):
-    """A template used more time or memory than it may. The message continues the template's name."""
+    """A template exceeded its time or memory. The message continues the template's name."""
 
 
 class TemplateProcess:
@@ -52,13 +53,13 @@ class TemplateProcess:
     def render(
         self, template: str, variables: Mapping[str, Any], chats: Sequence[Chat], jobs: Sequence[Job]
     ) -> Iterator[Outcome]:
-        """Yield the outcome of each job; the texts of a few are in memory, however long the template makes them.
+        """Yield the outcome of each job. Only one answer's texts are in memory, however long a template makes them.
 
-        Raises: TemplateLimitError; RuntimeError where it cannot be started.
+        Raises: TemplateLimitError E407 if the template exceeds a limit; WorkerDied E506 if the process does not start.
         """
         sizes = [list(accumulate((len(json.dumps(each)) for each in chat.messages), initial=0)) for chat in chats]
-        of_tools = [len(json.dumps(chat.tools)) for chat in chats]
-        lengths = [size[-1] + own for size, own in zip(sizes, of_tools, strict=True)]
+        tools_size = [len(json.dumps(chat.tools)) for chat in chats]
+        lengths = [size[-1] + own for size, own in zip(sizes, tools_size, strict=True)]
         request = {
             "template": template,
             "variables": dict(variables),
@@ -67,7 +68,7 @@ class TemplateProcess:
             "max_chars": [max(_MAX_CHARS[0], _MAX_CHARS[1] * length) for length in lengths],
             "frame_chars": _FRAME,
         }
-        expected = [sizes[number][end] + of_tools[number] for number, end, _ in jobs]
+        expected = [sizes[number][end] + tools_size[number] for number, end, _ in jobs]
         first = 0
         while first < len(jobs):
             last = _frame_end(expected, first)
@@ -112,7 +113,7 @@ class TemplateProcess:
             if code == -signal.SIGXCPU or isinstance(error, TimeoutError):
                 raise TemplateLimitError(f"did not end within {seconds:.0f} s") from None
             raise TemplateLimitError(f"ended the process that renders it (exit status {code})") from None
-        except BaseException:  # an interrupt: the answer must not be taken for that of the next request
+        except BaseException:  # an interrupt: the next request must not receive this one's answer
             self.stop()
             raise
 
@@ -131,11 +132,12 @@ class TemplateProcess:
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], request: Any, seconds: float) -> Any:
-        """Send a request; returns the answer. Raises: TimeoutError after `seconds`; EOFError, OSError."""
+        """Send a request and return its answer. Raises: TimeoutError after `seconds`; EOFError, OSError if it ends."""
         assert process.stdin is not None and process.stdout is not None
         worker.send(process.stdin, request)
         deadline, pipe = time.monotonic() + seconds, process.stdout.fileno()
 
+        # The deadline holds for the whole answer: a process that stalls in the middle of a frame must not hold us up.
         def read(size: int) -> bytes:
             content = bytearray()
             while len(content) < size:
@@ -152,7 +154,7 @@ class TemplateProcess:
 
 
 def _frame_end(sizes: Sequence[int], first: int) -> int:
-    """Return last + 1 of the jobs that are asked for in one frame, which the process has in its memory."""
+    """Return the end of the jobs to request in one frame: their expected texts fit the process's memory."""
     held = sizes[first]
     for last in range(first + 1, len(sizes)):
         held += sizes[last]
@@ -162,5 +164,5 @@ def _frame_end(sizes: Sequence[int], first: int) -> int:
 
 
 PROCESS = TemplateProcess()
-"""The one that all templates of this process share."""
+"""The process that all templates share."""
 atexit.register(PROCESS.stop)

@@ -1,10 +1,8 @@
-"""Chats, or given ids and masks, become rows: truncated, checked, and counted where they are dropped.
+"""Turn chats, or given ids and masks, into rows: truncate, check, count the dropped ones. Print rows.
 
-    tokenizer = open_tokenizer("meta-llama/Llama-3.1-8B-Instruct")
-    chats = [Chat("a", [{"role": "user", "content": "Hi"}, ...])]
-    rows = chat_rows(chats, tokenizer, seq_length=2048, counters=Counter())
-
-`show_rows` prints rows with the supervised tokens marked.
+tokenizer = open_tokenizer("meta-llama/Llama-3.1-8B-Instruct")
+chats = [Chat("a", [{"role": "user", "content": "Hi"}, ...])]
+rows = chat_rows(chats, tokenizer, seq_length=2048, counters=Counter())
 """
 
 from __future__ import annotations
@@ -41,17 +39,17 @@ NOT_DROPPED = (
     *(TRUNCATED, TOKENS_CUT, MERGED, WITHOUT_LOSS),
     *(LEADING_REPLY, EMPTY_REPLY, *CHANGED),
 )
-"""Counters of what happened to rows that are kept; every other counter but ROWS counts what is dropped."""
+"""Counters of kept rows. Every other counter, except ROWS, counts dropped chats or rows."""
 GIVEN_FIELDS = ("input_ids", "loss_mask")
 """The fields of a given row."""
-_BATCH = 256  # chats encoded at once
+_BATCH = 256  # chats to encode at once
 _GREEN, _DIM, _PLAIN = "\x1b[42;30m", "\x1b[2m", "\x1b[0m"
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0, DEL and C1
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sample: neither shifted nor padded, truncated to the sequence length. L: its tokens."""
+    """One sample of L tokens, at most the sequence length; not shifted or padded."""
 
     id: str
     """Its id in the source."""
@@ -60,7 +58,7 @@ class Row:
     loss_mask: NDArray[np.uint8]
     """uint8 [L]: 1 at each token that carries loss."""
     cut: int = 0
-    """How many tokens were truncated."""
+    """The number of tokens cut from its end."""
 
 
 def chat_rows(
@@ -72,17 +70,18 @@ def chat_rows(
     vocab_size: int | None = None,
     on_special: str = "drop",
 ) -> Iterator[Row]:
-    """Yield the rows of chats, in order; only those with a supervised token.
+    """Yield the rows of chats, in order. Rows without a supervised token are dropped.
 
-    vocab_size: of the target; None: of the tokenizer.
-    on_special: what to do with a chat in which a message holds the literal of a special token, which the tokenizer
-        would turn into that token: "drop", or "raise" ValueError.
-    counters receives the rows as "rows", of them those "truncated" to seq_length and their "tokens_cut", and those with
-    a supervised token that also holds characters outside of a reply, "merged_at_reply_edge"; and what is dropped:
-    "empty" chats without a message, "no_supervised" without a reply in the first seq_length tokens, "special_text", and
-    "refused_by_template" for those that the template raises an error for.
-    Raises: ValueError if no row is left, for an id outside the vocabulary, for a chat that the template is not
-        prefix-stable for, and as tokenizer.encode_chats.
+    vocab_size: the target's; None for the tokenizer's.
+    on_special: for a chat with the literal of a special token, which the tokenizer would turn into that token: "drop"
+        it, or "raise" SourceError E305.
+    counters: receives "rows" and, of these, "truncated" to seq_length, their "tokens_cut", and "merged_at_reply_edge"
+        for a supervised token that also holds characters outside of the reply. Receives dropped chats as "empty" (no
+        message), "no_supervised" (no reply in the first seq_length tokens), "special_text", and "refused_by_template"
+        (the template raises an error).
+    Raises: InputError E709 for an id outside the vocabulary, and if no row is left; TemplateError E407 if the template
+        cannot be used, or is not prefix-stable for a chat; TokenizerError E408 for a chat outside of the project's chat
+        format.
     """
     if on_special not in ("drop", "raise"):
         raise InputError(f"on_special={on_special!r}: expected 'drop' or 'raise'")
@@ -113,11 +112,12 @@ def chat_rows(
 def given_rows(
     rows: Iterable[tuple[str, Mapping[str, Any]]], *, vocab_size: int, seq_length: int, counters: Counter[str]
 ) -> Iterator[Row]:
-    """Yield rows, id and fields, that already have ids and mask; only those with a supervised token.
+    """Yield rows from given ids and masks. Rows without a supervised token are dropped.
 
-    input_ids: integers below vocab_size; loss_mask: as many 0, 1 or bools; both lists or 1-D arrays.
-    counters: as in `chat_rows`, as far as they apply.
-    Raises: ValueError naming row and field for anything else, and if no row is left.
+    rows: an id and two fields, lists or 1-D arrays of equal length: input_ids, integers from 0 to vocab_size - 1, and
+        loss_mask, 0, 1 or bool.
+    counters: receives "rows", "truncated", "tokens_cut", "empty" and "no_supervised", as in `chat_rows`.
+    Raises: InputError E709, naming row and field, for any other value, and if no row is left.
     """
     builder = _RowBuilder(counters, seq_length, vocab_size, "row")
     for name, fields in rows:
@@ -150,7 +150,7 @@ def _array(name: str, fields: Mapping[str, Any], field: str) -> NDArray[Any]:
 
 
 class _RowBuilder:
-    """Makes rows, and counts what is kept and dropped."""
+    """Makes rows. Counts the kept and the dropped ones."""
 
     def __init__(self, counters: Counter[str], seq_length: int, vocab_size: int, kind: str) -> None:
         if seq_length < 2:
@@ -161,23 +161,20 @@ class _RowBuilder:
         self._first_problem = ""
 
     def has_reply(self, messages: Messages) -> bool:
-        """Whether a chat has an assistant's message; a chat without one is dropped."""
+        """Whether a chat has a message of the assistant; counts a chat without one as dropped."""
         if any(isinstance(each, Mapping) and each.get("role") == "assistant" for each in messages):
             return True
         self.drop(NO_SUPERVISED if messages else EMPTY)
         return False
 
     def drop(self, reason: str, problem: str = "") -> None:
-        """Count a chat or row that is dropped. problem: what is wrong with it, for the error if no row is left."""
+        """Count a dropped chat or row. problem: for the error that is raised if no row is left."""
         self._counters[reason] += 1
         self._dropped[reason] += 1
         self._first_problem = self._first_problem or problem
 
     def row(self, name: str, ids: NDArray[Any], mask: NDArray[np.uint8]) -> Row | None:
-        """Truncate ids and mask to a row; None for one that is dropped.
-
-        The first token is never predicted, so it supervises nothing.
-        """
+        """Truncate ids and mask to a row; None for a dropped one."""
         wrong = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
         if len(wrong):
             raise InputError(
@@ -186,7 +183,7 @@ class _RowBuilder:
             )
         cut = max(0, len(ids) - self._seq_length)
         ids, mask = ids[: self._seq_length], mask[: self._seq_length]
-        if not mask[1:].any():
+        if not mask[1:].any():  # no position predicts the first token
             self.drop(NO_SUPERVISED if len(ids) else EMPTY)
             return None
         self._kept += 1
@@ -196,7 +193,7 @@ class _RowBuilder:
         return Row(name, ids.astype(np.int32), mask, cut)
 
     def check_not_empty(self) -> None:
-        """Raise ValueError unless a row was kept."""
+        """Raise InputError E709 unless a row was kept."""
         if self._kept:
             return
         reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self._dropped.items()))
@@ -209,9 +206,9 @@ class _RowBuilder:
 
 
 def show_rows(rows: Iterable[Row], tokenizer: ChatTokenizer, *, color: bool) -> str:
-    """Return each row as a heading and its text, for a terminal.
+    """Return a heading and the text of each row, for a terminal.
 
-    Supervised tokens have a green background and the others are dim; without color they stand in [[ ]].
+    color: supervised tokens on green, the others dim; without color supervised tokens stand in [[ ]].
     """
     return "\n\n".join(f"{_heading(row)}\n{_marked(row, tokenizer, color)}" for row in rows)
 

@@ -1,23 +1,21 @@
-"""Renders chats by a template of transformers, and finds which characters of the text carry loss.
+"""Render chats by a template of transformers, and find which characters of the text carry loss.
 
-There are two ways. A template decides by itself which one is used:
+The template decides how:
 
-    generation   It has marks: {% generation %} and {% endgeneration %}. What stands between them carries loss. The
-                 template is rendered a second time with a private character at each mark; without these characters the
-                 text must equal the plain rendering. Where only some of the assistant's turns carry loss, a third
-                 rendering has a private character in the words and calls of each turn, so that each marked part tells
-                 its turn; a chat in which one tells none or two is refused.
+    generation   It has marks, {% generation %} and {% endgeneration %}: the text between them carries loss. A second
+                 rendering has a private character at each mark; without these characters it must equal the plain one.
+                 If only some of the assistant's turns carry loss, a third rendering has another private character in
+                 the words and calls of each turn, so that each marked part names its turn. A chat is refused if a part
+                 names no turn, or two.
     prefix       It has no marks. A reply carries loss from the end of the rendering of the messages before it, with a
-                 generation prompt, to the end of the rendering that includes the reply; white space after the token
-                 that ends the turn does not. Both renderings must be prefixes of that of the whole chat, else the
-                 chat is refused. A reply has no loss where its header cannot be told from its words: if no message
-                 stands before it, and if it is empty and a generation prompt adds nothing.
+                 generation prompt, to the end of the rendering that includes it, without white space after the token
+                 that ends the turn. Both renderings must be prefixes of the whole chat's, else the chat is refused. A
+                 reply carries no loss if it is the first message, or if it is empty and the generation prompt is empty
+                 too: its words then cannot be told from its header.
 
-Which of the assistant's turns carry loss is the choice of `loss_on`, see chats.py.
-
-Cost: by prefixes a chat of n replies is rendered 2 n times, and n times more where a template has no generation prompt
-or rewrites replies, since jinja always starts from scratch: 0.1 ms for one reply, 0.9 ms for four, 1.3 s for two
-hundred. With marks it is rendered twice: 0.3 ms, 0.7 ms and 23 ms.
+Cost: jinja renders from scratch, so a chat of n replies is rendered 2 n times by prefixes, and n times more where a
+template has no generation prompt or rewrites replies: 0.1 ms for one reply, 0.9 ms for four, 1.3 s for two hundred. By
+marks it is rendered twice: 0.3 ms, 0.7 ms and 23 ms.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, groupby, islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from niels_gpt.chat.chats import (
     assistant_turns,
@@ -56,44 +54,53 @@ from niels_gpt.storage.errors import TemplateError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Spans = list[tuple[int, int]]
-"""Start and end of what carries loss, in characters of a text, in order."""
+"""Start and end of each part that carries loss, in characters of a text, ascending."""
 MAX_TEMPLATE = 1 << 20
-"""Characters of a template, at most."""
+"""The most characters of a template."""
 MAX_RENDERED = 1 << 29
-"""Characters of a chat, times the number of its renderings, at most."""
-_PER_MESSAGE = 64  # characters that take a template as long as a message
+"""The most characters of a chat times the number of its renderings."""
+_PER_MESSAGE = 64  # a message costs a template as much time as so many characters
 _PROMPT = "add_generation_prompt"
 _SHOWN = 80  # characters of a text in a message
-_GROUP_COST = 2000  # of chats that are rendered together, in messages or thousands of characters
+_GROUP_COST = 2000  # messages, or thousands of characters, of the chats that are rendered together
 
 REMEDY = (
     "Name a file with a template that puts {% generation %} and {% endgeneration %} around the assistant's words: "
     "--chat-template FILE"
 )
-# Contents of the probe chats: digits, since case filters keep them and no template's own text is made of them.
+# The probe chats' words are digits: a filter for upper or lower case keeps them, and no template writes them itself.
 _WORDS = {"system": "40317 62958", "user": "71930 46258", "assistant": "58291 60374"}
 _PROBES = {
     "a probe chat of two turns": ("user", "assistant", "user", "assistant"),
     "a probe chat of two turns with a system message": ("system", "user", "assistant", "user", "assistant"),
 }
+_DATE = "strftime_now"
+"""The function that returns the date in a template."""
+_OPENS, _CLOSES = "loss_begins_here", "loss_ends_here"
+"""Variables that the template of `_marked` writes at the start and the end of each marked part."""
+_MACRO = "words_that_carry_loss"
+_MARK = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+_PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))  # private use: no text needs them
 
 
 class Rendered(NamedTuple):
-    """The text of a chat."""
+    """The text of a chat, and the parts of it that carry loss."""
 
     text: str
     spans: Spans
     edges: tuple[int, ...] = ()
-    """Where the renderings of fewer messages end, in characters, in order; () for a template with marks."""
+    """Ends of the renderings of fewer messages, in characters, ascending; () for a template with marks."""
     unsupervised: tuple[str, ...] = ()
-    """Counters: why a reply carries no loss, LEADING_REPLY and EMPTY_REPLY; and those of protocol.CHANGED."""
+    """Counters: LEADING_REPLY, EMPTY_REPLY and members of CHANGED (protocol.py)."""
     turns_without_loss: int = 0
-    """How many turns of the assistant carry no loss by their weight, or by the choice of `loss_on`."""
+    """How many of the assistant's turns carry no loss by their weight or by `loss_on`."""
 
 
 class _RefusedError(Exception):
-    """A chat cannot be used; others may be."""
+    """One chat cannot be used; others may be."""
 
     def __init__(self, reason: str, found: str) -> None:
         super().__init__(found)
@@ -105,45 +112,46 @@ class ChatTemplate:
     """The template of one tokenizer."""
 
     name: str
-    """Of the target, for messages."""
+    """The target's name, for messages."""
     text: str | None
-    """Jinja; None where the tokenizer has none, and no chat can be rendered."""
+    """Jinja; None if the tokenizer has no template, so that no chat can be rendered."""
     variables: Mapping[str, Any]
-    """Variables of the template, such as bos_token."""
+    """The template's variables, such as bos_token."""
     ends: tuple[str, ...]
     """Literals of the tokens that may end a turn."""
     difference: Callable[[str, str], tuple[int, str, str]]
-    """Takes two texts; returns the first token that differs, and a little of the text of each from there."""
+    """Takes two texts; returns the number of the first token that differs, and each text from there, shortened."""
     loss_on: str = "assistant"
-    """One of chats.LOSS_ON."""
+    """A member of LOSS_ON (chats.py)."""
     _ahead: list[Iterator[tuple[Job, Outcome]]] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Renderings of the current chat, made together with other chats, in the order of their use: by the template, and
-    by the one with marks."""
+    """The current chat's outcomes, rendered together with other chats, in the order in which they are used: of the
+    template, and of the template with marks."""
 
     def __post_init__(self) -> None:
-        """Raises: ValueError for a template that is too long."""
+        """Raise TemplateError E407 if the template is too long."""
         if self.text is not None and len(self.text) > MAX_TEMPLATE:
             long = f"has {len(self.text):,} characters, expected {MAX_TEMPLATE:,} at most"
             raise TemplateError(f"{self.name}: its chat template {long}. {REMEDY}")
 
     @property
     def sha256(self) -> str | None:
-        """Of the text; None without one."""
+        """Hex sha256 of the text; None without a template."""
         return None if self.text is None else hashlib.sha256(self.text.encode()).hexdigest()
 
     @cached_property
     def mask_by(self) -> str:
-        """How the supervised tokens are found: generation, prefix, or given where there is no template."""
-        return "given" if self.text is None else "generation" if has_marks(self.text) else "prefix"
+        """How supervised tokens are found: generation or prefix; given without a template."""
+        return "given" if self.text is None else "generation" if _has_marks(self.text) else "prefix"
 
     def check(self) -> None:
-        """Raise ValueError if no chat can be rendered by this template; the work is done once.
+        """Try the template once, with a probe chat of two turns, and keep the result.
 
-        That is: there is no template; it is no jinja; it uses strftime_now for more than whether it is defined, even if
-        it has a fixed date as well. With a probe chat of two turns: it writes something after the last reply that is
-        absent when the chat continues (a generation prompt without being asked), writes a header that is in no
-        generation prompt, changes the text at its own marks, or gives no character loss. One that is not prefix-stable
-        for the probe chat may be for the chats to come, such as chats of one turn: that is logged as a warning.
+        A template that is not prefix-stable for the probe may be so for the real chats, such as chats of one turn: a
+        warning, W409, says so.
+        Raises: TemplateError E407 if there is no template, it is not jinja, it asks for the date (even if it also has a
+            fixed one), it ends a chat with text that is absent when the chat continues (a generation prompt that nobody
+            asked for), it writes a header that is in no generation prompt, it changes the text at its marks, or no
+            character carries loss.
         """
         if self.text is None:
             raise TemplateError(f"{self.name}: its tokenizer has no chat template. {REMEDY}")
@@ -153,9 +161,9 @@ class ChatTemplate:
     def _checked(self) -> None:
         import jinja2
 
-        if asks_for_date(str(self.text)):
+        if _asks_for_date(str(self.text)):
             raise TemplateError(
-                f"{self.name}: its chat template asks for the date ({DATE}), so the same chats would give other ids "
+                f"{self.name}: its chat template asks for the date ({_DATE}), so the same chats would give other ids "
                 "tomorrow. Name a file with the template and a date written out in it: --chat-template FILE"
             )
         raised = []
@@ -204,7 +212,7 @@ class ChatTemplate:
     # --- rendering ---
 
     def too_large(self, chat: Chat) -> str | None:
-        """Return what is wrong with a chat of which too many or too long texts would be made."""
+        """Return the problem of a chat with too many or too long renderings; None for any other chat."""
         size = _PER_MESSAGE * len(chat.messages) + sum(map(len, texts_of([chat.messages, chat.tools])))
         number = 3 if self.mask_by == "generation" else 1 + 2 * len(supervised_turns(chat.messages, self.loss_on))
         if size * number <= MAX_RENDERED:
@@ -212,11 +220,11 @@ class ChatTemplate:
         return f"it would be rendered {number:,} times, with more than {MAX_RENDERED:,} characters together"
 
     def rendered_all(self, chats: Sequence[Chat]) -> Iterator[Rendered | RefusedChat]:
-        """Yield text and spans of each chat; RefusedChat if the template raises an error for it, leaves out calls, or
-        is not prefix-stable for it.
+        """Yield text and spans of each chat, or RefusedChat if the template fails on it, drops a call, or is not
+        prefix-stable for it.
 
-        chats: as chats.usable returns them. Many are rendered together, as long as their texts are short.
-        Raises: ValueError for a template that is no jinja, or changes the text at its marks.
+        chats: from `chats.usable`. Chats with short texts are rendered together.
+        Raises: TemplateError E407 if the template is not jinja, exceeds a limit, or changes the text at its marks.
         """
         for group in _groups(chats):
             made = [
@@ -225,28 +233,57 @@ class ChatTemplate:
             ]
             for chat, *by_template in zip(group, *made, strict=True):
                 self._ahead[:] = [pairs for _, pairs in by_template]
-                found = self._rendered(f"chat {chat.name!r}", chat)
+                found = self._or_refused(chat, partial(self._rendered, chat))
                 self._ahead.clear()
                 yield found
 
-    def _rendered(self, subject: str, chat: Chat) -> Rendered | RefusedChat:
+    def texts(self, chats: Sequence[Chat], *, prompt: bool) -> list[str | RefusedChat]:
+        """Return the text of each whole chat, without spans, so the template need not be prefix-stable.
+
+        prompt: end each text with a generation prompt.
+        Raises: TemplateError E407 if the template is not jinja, or exceeds a limit.
+        """
+        jobs: list[Job] = [(at, len(chat.messages), {_PROMPT: prompt}) for at, chat in enumerate(chats)]
+        outcomes = self._outcomes(str(self.text), chats, jobs)
+        return [
+            self._or_refused(chat, partial(self._complete_text, chat, outcome))
+            for chat, outcome in zip(chats, outcomes, strict=True)
+        ]
+
+    def end_of_turn(self) -> str:
+        """Return the literal of the token that the template writes behind a reply; "" if it writes none."""
+        words = _WORDS["assistant"]
+        probe = [{"role": role, "content": _WORDS[role]} for role in ("user", "assistant")]
+        (text,) = self.texts([Chat("", probe)], prompt=False)
+        if isinstance(text, RefusedChat) or words not in text:
+            return ""
+        behind = text.rpartition(words)[2].lstrip()
+        return max((literal for literal in self.ends if behind.startswith(literal)), key=len, default="")
+
+    def _or_refused(self, chat: Chat, make: Callable[[], T]) -> T | RefusedChat:
         import jinja2
 
-        wanted = supervised_turns(chat.messages, self.loss_on)
         try:
-            found = (self._by_marks if self.mask_by == "generation" else self._by_prefixes)(subject, chat, wanted)
+            return make()
         except jinja2.TemplateError as error:
-            return RefusedChat(REFUSED_BY_TEMPLATE, f"{subject}: {error}")
+            return RefusedChat(REFUSED_BY_TEMPLATE, f"chat {chat.name!r}: {error}")
         except _RefusedError as error:
-            return RefusedChat(error.reason, f"{subject}: {error}")
+            return RefusedChat(error.reason, f"chat {chat.name!r}: {error}")
+
+    def _rendered(self, chat: Chat) -> Rendered:
+        wanted = supervised_turns(chat.messages, self.loss_on)
+        by = self._by_marks if self.mask_by == "generation" else self._by_prefixes
+        found = by(f"chat {chat.name!r}", chat, wanted)
         left_out = tuple(changed(chat, found.text, str(self.text)))
         without_loss = len(assistant_turns(chat.messages)) - len(wanted)
         return found._replace(unsupervised=(*found.unsupervised, *left_out), turns_without_loss=without_loss)
 
-    def _check_shown(self, chat: Chat, text: str) -> None:
-        """Raise _RefusedError where the text of a chat is without a call, or has a content in a wrong form."""
+    def _complete_text(self, chat: Chat, outcome: Outcome) -> str:
+        """Return the text of a whole chat. Raises: _RefusedError if the text lacks a call or distorts a content."""
+        text = self._text_of(outcome)
         if (found := lost(chat.messages, text, str(self.text))) is not None:
             raise _RefusedError(*found)
+        return text
 
     def _jobs(self, chats: Sequence[Chat]) -> dict[str, list[Job]]:
         """Return the renderings that these chats need, by the template to render, in the order of `_ahead`."""
@@ -265,25 +302,33 @@ class ChatTemplate:
                         plain.append((number, end + 1, {_PROMPT: False}))
         return jobs
 
-    def _text(self, chat: Chat, end: int | None = None, *, prompt: bool = False) -> str:
-        """Return the text of the first `end` messages, or of all."""
-        end = len(chat.messages) if end is None else end
-        known = self._next(0, end, {_PROMPT: prompt})
-        return self._render(str(self.text), chat, end, known, add_generation_prompt=prompt)
+    def _whole(self, chat: Chat) -> str:
+        """Return the text of a whole chat, after the check of `_complete_text`."""
+        return self._complete_text(chat, self._outcome(chat, len(chat.messages)))
+
+    def _text(self, chat: Chat, end: int, *, prompt: bool = False) -> str:
+        """Return the text of the first `end` messages."""
+        return self._text_of(self._outcome(chat, end, prompt=prompt))
+
+    def _outcome(self, chat: Chat, end: int, *, prompt: bool = False) -> Outcome:
+        more = {_PROMPT: prompt}
+        return self._next(0, end, more) or self._rendered_alone(str(self.text), chat, end, more)
 
     def _next(self, template: int, end: int, more: Mapping[str, Any]) -> Outcome | None:
-        """Return the next one of `_ahead`, which must be of this job; None for a chat that was not rendered ahead."""
+        """Return the next outcome of `_ahead`, checked to be of this job; None for a chat that is rendered alone."""
         if not self._ahead:
             return None
         job, outcome = next(self._ahead[template])
         assert job[1:] == (end, more), f"{job[1:]} was rendered ahead, expected {(end, more)}"
         return outcome
 
-    def _render(self, template: str, chat: Chat, end: int, known: Outcome | None = None, **more: Any) -> str:
-        """known: the outcome, if it was made together with those of other chats."""
+    def _rendered_alone(self, template: str, chat: Chat, end: int, more: dict[str, Any]) -> Outcome:
+        return next(self._outcomes(template, [chat], [(0, end, more)]))
+
+    def _text_of(self, outcome: Outcome) -> str:
         import jinja2
 
-        kind, text = known or next(self._outcomes(template, [chat], [(0, end, more)]))
+        kind, text = outcome
         if kind == "text":
             return text
         if kind == "syntax":
@@ -302,19 +347,20 @@ class ChatTemplate:
 
     @cached_property
     def _marked(self) -> str:
-        return marked(str(self.text))
+        return _marked(str(self.text))
 
     def _characters(self, chat: Chat, number: int) -> list[str] | None:
-        return free_characters((str(self.text), *texts_of(chat.messages), *texts_of(chat.tools)), number)
+        return _free_characters((str(self.text), *texts_of(chat.messages), *texts_of(chat.tools)), number)
 
     def _by_marks(self, subject: str, chat: Chat, wanted: Sequence[int]) -> Rendered:
         # The mask of transformers is not used: it assumes that a marked text follows the text before its outermost
         # block, so marks within a macro, a {% set %} or a {% filter %} give other characters than they enclose.
-        whole, marks = self._text(chat), self._characters(chat, 2)
-        self._check_shown(chat, whole)
+        whole, marks = self._whole(chat), self._characters(chat, 2)
         if marks is None:
             raise _RefusedError(UNKNOWN_TURNS, "it has every private character")
         found = self._with_marks(chat, marks, self._next(1, len(chat.messages), _mark_variables(marks)))
+        # A filter around marked text, such as trim or upper, sees the private characters too, and may then write other
+        # text. The positions of the marks are those of the plain text only if both texts are equal.
         if found is None or found[0] != whole:
             raise TemplateError(
                 f"{self.name}: its chat template works on text that holds its own marks (by a filter, or a mark within "
@@ -328,17 +374,19 @@ class ChatTemplate:
         return Rendered(whole, [span for span, turn in zip(found[1], turns, strict=True) if turn in wanted])
 
     def _with_marks(self, chat: Chat, marks: Sequence[str], known: Outcome | None = None) -> tuple[str, Spans] | None:
-        """Return the text of the template with marks, without them, and the marked parts; None if that is no text."""
+        """Render the template with marks. Returns the text without them and the marked parts; None if it fails."""
         import jinja2
 
         try:
-            text = self._render(self._marked, chat, len(chat.messages), known, **_mark_variables(marks))
+            variables = _mark_variables(marks)
+            outcome = known or self._rendered_alone(self._marked, chat, len(chat.messages), variables)
+            text = self._text_of(outcome)
         except jinja2.TemplateError:  # due to the marks alone: the plain rendering succeeded
             return None
-        return unmarked(text, marks)
+        return _unmarked(text, marks)
 
     def _turns_of(self, chat: Chat, whole: str, spans: Spans) -> list[int]:
-        """Return the message that each marked part is of. Raises: _RefusedError where that is not known."""
+        """Return the number of each marked part's message. Raises: _RefusedError if one is unknown."""
         turns = assistant_turns(chat.messages)
         characters = self._characters(chat, 2 + len(turns))
         if characters is None:
@@ -360,8 +408,7 @@ class ChatTemplate:
     # --- by prefixes ---
 
     def _by_prefixes(self, subject: str, chat: Chat, wanted: Sequence[int]) -> Rendered:
-        whole, length = self._text(chat), len(chat.messages)
-        self._check_shown(chat, whole)
+        whole, length = self._whole(chat), len(chat.messages)
         spans: Spans = []
         edges: list[int] = []
         unsupervised: set[str] = set()
@@ -371,10 +418,8 @@ class ChatTemplate:
                 continue
             before = self._text(chat, number, prompt=True)
             after = whole if number + 1 == length else self._text(chat, number + 1)
-            of_before, of_after = (
-                f"of messages 1 to {number} with a generation prompt",
-                f"of messages 1 to {number + 1}",
-            )
+            of_before = f"of messages 1 to {number} with a generation prompt"
+            of_after = f"of messages 1 to {number + 1}"
             self._check_prefix(before, of_before, after, of_after)
             self._check_prefix(after, of_after, whole, f"of all {length}")
             if spans and len(before) < spans[-1][1]:
@@ -390,15 +435,15 @@ class ChatTemplate:
         return Rendered(whole, spans, tuple(edges), tuple(sorted(unsupervised)))
 
     def _starts_with_words(self, subject: str, chat: Chat, number: int, before: str, reply: str) -> bool:
-        """Whether the assistant's words start where `reply` does; False for an empty reply if that is not known.
+        """Whether `reply` begins with the assistant's words; False for an empty reply where that is unknown.
 
-        Raises: ValueError if a generation prompt adds nothing and something stands before the words.
+        Raises: TemplateError E407 if the generation prompt is empty and something stands before the words.
         """
         message = chat.messages[number]
         words, has_calls = words_of(message).strip(), calls_tools(message)
         if words and not has_calls and reply.lstrip().startswith(words):
             return True
-        if not self._render(str(self.text), chat, number, add_generation_prompt=False).startswith(before):
+        if not self._unprompted(chat, number).startswith(before):
             return True  # a generation prompt holds the header, so what follows it is the assistant's
         if has_calls and self._has_no_header(chat, number, before):
             return True
@@ -411,11 +456,15 @@ class ChatTemplate:
         return False
 
     def _has_no_header(self, chat: Chat, number: int, before: str) -> bool:
-        """Whether words in place of this message would follow the messages before it at once."""
+        """Whether words in place of this message would directly follow the messages before it."""
         words = _WORDS["assistant"]
         messages = [*chat.messages[:number], {"role": "assistant", "content": words}]
-        text = self._render(str(self.text), chat._replace(messages=messages), number + 1, add_generation_prompt=False)
+        text = self._unprompted(chat._replace(messages=messages), number + 1)
         return text.startswith(before) and text[len(before) :].lstrip().startswith(words)
+
+    def _unprompted(self, chat: Chat, end: int) -> str:
+        """Render the first `end` messages alone: `_ahead` has only the renderings that every chat needs."""
+        return self._text_of(self._rendered_alone(str(self.text), chat, end, {_PROMPT: False}))
 
     def _check_prefix(self, text: str, what: str, longer: str, what_longer: str) -> None:
         if longer.startswith(text):
@@ -429,12 +478,30 @@ class ChatTemplate:
         return _RefusedError(NOT_STABLE, f"the chat template of {self.name} {why}: {found}")
 
 
+def problem_of(template: str) -> tuple[str, str] | None:
+    """Return the problem of a template and the expected state; None if it has none that shows without a tokenizer.
+
+    Checks the length, jinja's syntax, the date, and the limits of time and memory with a chat without messages.
+    """
+    if len(template) > MAX_TEMPLATE:
+        return f"the chat template has {len(template):,} characters", f"{MAX_TEMPLATE:,} at most"
+    try:
+        ((kind, text),) = PROCESS.render(template, {}, [Chat("", [])], [(0, 0, {})])
+    except TemplateLimitError as error:
+        return f"the chat template {error}", "one that renders a chat without messages"
+    if kind == "syntax":
+        return f"the chat template is no jinja, {text}", "a chat template in jinja"
+    if _asks_for_date(template):
+        return f"the chat template asks for the date ({_DATE})", "a date written out: the ids would differ tomorrow"
+    return None
+
+
 def _mark_variables(marks: Sequence[str]) -> dict[str, str]:
-    return {OPENS: marks[0], CLOSES: marks[1]}
+    return {_OPENS: marks[0], _CLOSES: marks[1]}
 
 
 def _groups(chats: Sequence[Chat]) -> Iterator[list[Chat]]:
-    """Yield the chats in order, in groups that take a second or so to render."""
+    """Yield the chats in order, in groups that take about a second to render."""
     group: list[Chat] = []
     cost = 0
     for chat in chats:
@@ -448,39 +515,30 @@ def _groups(chats: Sequence[Chat]) -> Iterator[list[Chat]]:
         yield group
 
 
-DATE = "strftime_now"
-"""The function by which a template asks for the date."""
-OPENS, CLOSES = "loss_begins_here", "loss_ends_here"
-"""Variables that the template of `marked` writes at the start and the end of marked text."""
-_MACRO = "words_that_carry_loss"
-_MARK = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-_PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))  # private use: no text needs them
-
-
-def has_marks(template: str) -> bool:
-    """Whether a template has {% generation %} in its code; one in a comment does not count."""
+def _has_marks(template: str) -> bool:
+    """Whether a template has {% generation %} outside of comments."""
     return any(one[0] == "block_begin" and two == ("name", "generation") for one, two in pairwise(_code(template)))
 
 
-def asks_for_date(template: str) -> bool:
-    """Whether a template uses strftime_now for more than whether it is defined."""
+def _asks_for_date(template: str) -> bool:
+    """Whether a template uses strftime_now, not counting tests of whether it is defined."""
     code = _code(template)
     for at, token in enumerate(code):
         after = [value for _, value in code[at + 1 : at + 4]]
-        if token == ("name", DATE) and after[:2] != ["is", "defined"] and after != ["is", "not", "defined"]:
+        if token == ("name", _DATE) and after[:2] != ["is", "defined"] and after != ["is", "not", "defined"]:
             return True
     return False
 
 
-def marked(template: str) -> str:
-    """Return a template with the same output, but for the variables OPENS and CLOSES around what is marked."""
-    # A {% call %} block has the scope of a generation block, and white space around it is treated alike.
-    macro = f"{{% macro {_MACRO}() %}}{{{{ {OPENS} }}}}{{{{ caller() }}}}{{{{ {CLOSES} }}}}{{% endmacro %}}\n"
+def _marked(template: str) -> str:
+    """Return a template that also writes the variables _OPENS and _CLOSES around each marked part."""
+    # A {% call %} block has the scope of a generation block, and jinja strips white space around both alike.
+    macro = f"{{% macro {_MACRO}() %}}{{{{ {_OPENS} }}}}{{{{ caller() }}}}{{{{ {_CLOSES} }}}}{{% endmacro %}}\n"
     return macro + _MARK.sub(lambda tag: f"{tag[1]}{'endcall' if tag[2] else f'call {_MACRO}()'}{tag[3]}", template)
 
 
-def free_characters(texts: Iterable[str], number: int) -> list[str] | None:
-    """Return so many private characters that none of the texts contains; None if there are not so many."""
+def _free_characters(texts: Iterable[str], number: int) -> list[str] | None:
+    """Return `number` private characters that no text contains; None if too few are free."""
     text = "".join(texts)
     taken = set() if text.isascii() else set(text)
     free = (chr(code) for code in chain(*_PRIVATE) if chr(code) not in taken)
@@ -488,10 +546,10 @@ def free_characters(texts: Iterable[str], number: int) -> list[str] | None:
     return found if len(found) == number else None
 
 
-def unmarked(text: str, marks: Sequence[str]) -> tuple[str, list[tuple[int, int]]] | None:
-    """Return a text without marks, and start and end of each marked part that is not empty.
+def _unmarked(text: str, marks: Sequence[str]) -> tuple[str, list[tuple[int, int]]] | None:
+    """Return a text without its marks, and start and end of each marked part, without empty ones.
 
-    None unless marks open and close in turn.
+    Returns None unless marks open and close in turn.
     """
     parts = re.split(f"([{''.join(marks)}])", text)
     if parts[1::2] != list(marks) * (len(parts) // 4):
@@ -504,7 +562,7 @@ def unmarked(text: str, marks: Sequence[str]) -> tuple[str, list[tuple[int, int]
 
 
 def _code(template: str) -> list[tuple[str, str]]:
-    """Return kind and text of the jinja tokens of a template, without comments; [] for what is no jinja."""
+    """Return kind and text of each jinja token, without comments and white space; [] if it is not jinja."""
     import jinja2
 
     try:

@@ -1,7 +1,7 @@
-"""Opens a target's tokenizer: the project's own, one of transformers, or that of a cache.
+"""Open the tokenizer of a target or a cache, for chats.
 
-Which roles are accepted: by the project's own tokenizer those of ROLE_TO_NAME in chat_template.py; by a template those
-that it raises no error for, see template_tokenizer.py.
+A target has the project's own tokenizer, with the roles of chat_template.py, or one of transformers. A cache has
+a copy of its tokenizer's files, which needs no transformers. With a chat template, the template decides the roles.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ from niels_gpt.tokenizers.files import (
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 from niels_gpt.tokenizers.protocol import FullTokenizer, ids_before
 
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The tokens that a template can use as variables."""
+_TOOL_FILE = "tool_use.jinja"  # the file that the command in an error message writes
+_SHOWN = 20  # names of templates, and characters of each, in a message
+
 
 def open_tokenizer(
     name: str,
@@ -54,15 +59,15 @@ def open_tokenizer(
 ) -> ChatTokenizer:
     """Open a target's tokenizer.
 
-    name: a folder, or an id on the hub. A folder with spm.model, or with a tokenizer.json that has the sentinels and no
-        chat template, has the project's chat format.
+    name: a folder, or a hub id. A folder has the project's chat format if it has spm.model, or a tokenizer.json with
+        the sentinels and no chat template.
     revision: commit, tag or branch on the hub.
-    chat_template: text of a jinja template to use instead of the tokenizer's own.
-    loss_on: which turns of the assistant carry loss, one of chats.LOSS_ON; only "assistant" for the project's format.
-    start: what begins each chat that does not begin with it by its template: a choice of `document_start`.
-    Raises: ValueError where there is no tokenizer, or one without offsets, for what the hub does not have, or does not
-        give to this user, and as `document_start`; ConnectionError where the hub does not answer; ImportError without
-        transformers.
+    chat_template: text of a jinja template that replaces the tokenizer's own.
+    loss_on: which of the assistant's turns carry loss, a member of LOSS_ON; only "assistant" for the project's format.
+    start: the token that begins each chat, unless the template writes it: a choice of `document_start`.
+    Raises: TokenizerError E408 if there is no tokenizer, it gives no offsets, or an argument does not fit it;
+        ValueError if it lacks the token `start`, and for an unknown `loss_on`; HubRefusal E602 if the hub refuses it;
+        ConnectionError if the hub does not answer; ImportError without transformers.
     """
     with errors_as("E408", (ValueError,)):
         check_loss_on(loss_on)
@@ -89,7 +94,7 @@ def open_tokenizer(
 
 
 def _of_transformers(name: str, revision: str | None) -> Any:
-    """Return a tokenizer of transformers. Raises: as `open_tokenizer`."""
+    """Open a tokenizer of transformers, from a folder or the hub."""
     folder = os.path.expanduser(name)
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -127,7 +132,7 @@ def _of_transformers(name: str, revision: str | None) -> Any:
 
 
 def _refuse_other_classes(folder: Path) -> None:
-    """Raise TokenizerError for a tokenizer_class that is no tokenizer: transformers would load a model, too."""
+    """Raise TokenizerError E408 if a config names a class that is no tokenizer; transformers would load a model."""
     import transformers
 
     for path in (folder / CONFIG_NAME, folder / CONFIG):
@@ -145,12 +150,14 @@ def template_tokenizer(
     file: str | None = None,
     copied_from: str = "",
 ) -> ChatTokenizer:
-    """Return a tokenizer of chats with the ids of a cache's tokenizer. It needs no transformers.
+    """Return a tokenizer of chats with the ids of a cache's tokenizer, without transformers.
 
-    template: text of a jinja template; None: the one in the tokenizer's folder.
-    loss_on: one of chats.LOSS_ON. file: that the template was read from, for messages. copied_from: as of CacheBackend.
-    Raises: ValueError for a template that is too long, and for another `loss_on`; CacheError for damaged files beside
-        the tokenizer.
+    template: text of a jinja template; None for the one in the tokenizer's folder.
+    loss_on: which of the assistant's turns carry loss, a member of LOSS_ON.
+    file: the template's file, for messages.
+    copied_from: file, folder or hub id that the tokenizer was copied from, for messages.
+    Raises: TemplateError E407 if the template is too long; ValueError E407 for an unknown `loss_on`; CacheError E403 if
+        a file beside the tokenizer is damaged, or has named templates and none is the default.
     """
     return TemplateTokenizer(CacheBackend(tokenizer, copied_from), template, loss_on=loss_on, file=file)
 
@@ -169,7 +176,7 @@ def _is_of_project(folder: str) -> bool:
 
 
 class ProjectTokenizer(ChatTokenizer):
-    """A tokenizer with the sentinels: ids, checks and supervised tokens as in an sft cache."""
+    """A tokenizer with the sentinels: the same ids, checks and supervised tokens as in an sft cache."""
 
     template_sha256: str | None = None
     mask_by: str = "sentinels"
@@ -178,9 +185,9 @@ class ProjectTokenizer(ChatTokenizer):
     def __init__(
         self, tokenizer: FullTokenizer, name: str, loss_on: str = "assistant", start: str | None = None
     ) -> None:
-        """start: as of `open_tokenizer`.
+        """Take a tokenizer and its name. start: a choice of `document_start`.
 
-        Raises: ValueError for another `loss_on` than "assistant": in this format every reply carries loss.
+        Raises: TokenizerError E408 unless `loss_on` is "assistant": in this format every reply carries loss.
         """
         if loss_on != "assistant":
             raise TokenizerError(f"{name}: loss_on={loss_on!r}: expected 'assistant' for the project's own chat format")
@@ -193,10 +200,10 @@ class ProjectTokenizer(ChatTokenizer):
         self.special_ids = frozenset(self._special.values())
 
     def encode_chats(self, chats: Sequence[Chat]) -> list[EncodedChat | RefusedChat]:
-        """Encode chats; one that holds a sentinel is refused.
+        """Encode chats; refuse a chat that holds a sentinel.
 
-        Raises: ValueError for an unknown role, for tools or calls, for a content that is no text, and for another
-            weight than 0 and 1.
+        Raises: TokenizerError E408 for an unknown role, tools, a call, a content that is no text, or a weight other
+            than 0 and 1.
         """
         encoded = self._encoder.encode([_text_of(chat, message) for chat in chats for message in chat.messages])
         ends = np.cumsum(encoded.lengths)
@@ -218,7 +225,7 @@ class ProjectTokenizer(ChatTokenizer):
         return results
 
     def plain_ids(self, chats: Sequence[Chat], *, prompt: bool) -> list[list[int] | RefusedChat]:
-        """Return the ids of chats without a mask, with the assistant's sentinel behind each for a prompt."""
+        """Return the ids of chats; a prompt ends in the assistant's sentinel."""
         more = [self._special["asst"]] * prompt
         return [each if isinstance(each, RefusedChat) else each.ids + more for each in self.encode_chats(chats)]
 
@@ -232,7 +239,7 @@ class ProjectTokenizer(ChatTokenizer):
         return self._special[ROLE_TO_NAME[role]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, with short names such as <|eot|> for the sentinels, whose literals are long."""
+        """Return the text of ids, with <|eot|> and so on for the sentinels, since their literals are long."""
         text = self._tokenizer.decode(ids)
         for literal, short in zip(SPECIAL_TOKENS, self._special, strict=True):
             text = text.replace(literal, f"<|{short}|>")
@@ -249,17 +256,11 @@ def _text_of(chat: Chat, message: Mapping[str, Any]) -> str:
     return content
 
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The tokens that a template has as variables."""
-_TOOL_FILE = "tool_use.jinja"  # written by the command of an error
-_SHOWN = 20  # names of templates, and characters of each, in a message
-
-
 class TransformersBackend(Backend):
     """A fast tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        """tokenizer: from AutoTokenizer. Raises: ValueError for one that gives no offsets."""
+        """tokenizer: from AutoTokenizer. Raises: TokenizerError E408 if it gives no offsets."""
         if not tokenizer.is_fast:
             raise TokenizerError(
                 f"{name}: {type(tokenizer).__name__} gives no offsets of its tokens, expected a fast tokenizer, with a "
@@ -294,7 +295,7 @@ class TransformersBackend(Backend):
 
 
 class TransformersTokens:
-    """The tokens of a fast tokenizer of transformers by their names, as `document_start` looks one up."""
+    """The tokens of a fast tokenizer of transformers, by the methods of FullTokenizer that `document_start` calls."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         """tokenizer: from AutoTokenizer. name: folder or hub id, for messages."""
@@ -303,10 +304,10 @@ class TransformersTokens:
 
     @cached_property
     def start_ids(self) -> tuple[int, ...]:
-        """The ids that the tokenizer itself writes before a text, such as BOS; () for none."""
+        """The ids that the tokenizer itself writes before a text, such as BOS."""
         try:
             whole, plain = (self._tokenizer("a", add_special_tokens=each)["input_ids"] for each in (True, False))
-        except Exception:  # of the library tokenizers, for a model that does not know the letter
+        except Exception:  # of the library tokenizers: the model does not know the letter
             return ()
         return ids_before(whole, plain)
 
@@ -325,12 +326,12 @@ class TransformersTokens:
 
 
 class CacheBackend(Backend):
-    """The tokenizer.json of a cache, with the template and the named tokens of the files beside it."""
+    """The tokenizer.json of a cache; the files beside it have the template and the named tokens."""
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, copied_from: str = "") -> None:
-        """copied_from: file, folder or id of the hub that the tokenizer was copied from, for messages.
+        """copied_from: file, folder or hub id that the tokenizer was copied from, for messages.
 
-        Raises: CacheError for files that are damaged, or have named templates without one that is the default.
+        Raises: CacheError E403 if a file is damaged, or has named templates and none is the default.
         """
         self._tokenizer = tokenizer
         self.name, self.sha256 = os.path.dirname(tokenizer.model_path), tokenizer.sha256
@@ -361,8 +362,10 @@ class CacheBackend(Backend):
 
 
 def has_tool_template(file: Path) -> bool:
-    """Whether another chat template, for chats with tools, lies beside a tokenizer.json, or lay there when this one was
-    copied: caches have no such file, only `tool_template` in their meta.json."""
+    """Whether a second chat template, for chats with tools, belongs to a tokenizer.json.
+
+    A cache has no copy of that file; `tool_template` in its meta.json says that there was one.
+    """
     if os.path.isfile(file.parent / TOOL_TEMPLATE_NAME):
         return True
     try:
@@ -372,9 +375,9 @@ def has_tool_template(file: Path) -> bool:
 
 
 def _named(name: str, of_hub: str) -> str:
-    """Return the flag that names the template for chats with tools; before it the command that writes it to a file.
+    """Return the flag that selects the template for chats with tools, after the command that writes its file, if any.
 
-    name: of the tokenizer: its folder, a file in it, or an id of the hub, for which `of_hub` is returned.
+    name: the tokenizer's folder, a file in it, or a hub id, for which `of_hub` is returned.
     """
     folder = Path(os.path.expanduser(name))
     if not is_local(name) and not folder.exists():
@@ -395,10 +398,10 @@ def _object_of(raw: bytes | None, path: Path) -> dict[str, Any]:
 
 
 def _added_by(config: Mapping[str, Any], tokenizer: HuggingFaceTokenizer, path: Path) -> list[str]:
-    """Return the special tokens that a tokenizer_config.json names beside those of the variables.
+    """Return the special tokens that a tokenizer_config.json names, without the template's variables.
 
-    Raises: CacheError for one that tokenizer.json has not, or with another id: transformers would add it, and a
-        template that writes it would give other ids here.
+    Raises: CacheError E403 for a token that tokenizer.json lacks, or has with another id: transformers would add it,
+        and a template that writes it would give other ids here.
     """
     decoder = config.get("added_tokens_decoder")
     special = []
@@ -431,7 +434,7 @@ def _variables(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_of(file: bytes | None, config: Mapping[str, Any], folder: Path) -> tuple[str | None, bool]:
-    """Return the chat template, and whether the config has another one for chats with tools."""
+    """Return the chat template, and whether the config has a second one for chats with tools."""
     if file is not None:
         try:
             return file.decode(), False

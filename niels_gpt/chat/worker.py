@@ -1,9 +1,7 @@
-"""The process that renders chat templates, with limits on its memory (on Linux) and on the CPU time of each request.
+"""Render chat templates as a script, with limits on memory (on Linux) and on the CPU time of each request.
 
-A template comes with a target, so anybody may have written it. It is rendered in jinja's sandbox, which keeps it from
-files and from Python's internals, but not from `'x' * 4000000000` or from loops within loops.
-rendering.py starts this file as a script and talks to it over pipes: a frame is its length, eight bytes, and
-JSON. So it imports nothing of this project.
+rendering.py starts this file and talks to it over pipes. A frame is its length in eight bytes, little-endian, and JSON.
+The script imports nothing of this project, so that it starts fast and holds little that a template could reach.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from datetime import datetime
 from typing import IO, Any
 
 MEMORY_BYTES = 512 << 20
-"""Memory that templates may use beside what the process needs itself."""
+"""Memory for templates, beside the process's own."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_MAX_COMPILED = 64  # templates that are kept
-_MAX_ERROR = 300  # characters of an error's text, which a template may make of any length
+_MAX_COMPILED = 64  # compiled templates to keep
+_MAX_ERROR = 300  # characters of an error: a template may raise one of any length
 
 
 def main() -> None:
@@ -30,12 +28,12 @@ def main() -> None:
 
     The first frame is the sys.path to use; its answer says that everything is loaded. A request has `template`,
     `variables`, `chats`, `tools` of each chat, `jobs` (number of the chat, how many of its messages, more variables),
-    `seconds` of CPU time, after which the kernel ends the process, `max_chars` of each chat's texts, and `frame_chars`.
-    The answer has an outcome for each job: its kind (text, syntax, raised, memory, long) and a text. It ends early
-    where the texts have `frame_chars` characters together.
+    `seconds` of CPU time until the kernel ends the process, `max_chars` of each chat's texts, and `frame_chars`. The
+    answer has a kind (text, syntax, raised, memory, long) and a text for each job. It stops early once the texts
+    together have `frame_chars` characters; the caller requests the other jobs again.
     """
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a library that prints must not write into the answers
+    os.dup2(2, 1)  # so that a library that prints does not write into the answers
     sys.path[:] = _receive(requests)
     environment = _environment()
     environment.from_string("{{ messages | tojson }}").render(messages=[{"role": "user"}])
@@ -48,7 +46,9 @@ def main() -> None:
 
 
 def _environment() -> Any:
-    """Return jinja's sandbox with what chat templates may use, as transformers has it."""
+    """Return jinja's sandbox with the functions, filters and tags that transformers gives to chat templates."""
+    # A template comes with a target, so anybody may have written it. The sandbox keeps it from files and from Python's
+    # internals. It does not keep it from `'x' * 4000000000` or loops within loops: the limits of the process do.
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
@@ -71,7 +71,7 @@ def _environment() -> Any:
             raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
 
     class Namespace(jinja2.utils.Namespace):
-        """A namespace without names that begin with an underscore, by which a template could reach Python's own."""
+        """A namespace without names that begin with an underscore, which could lead to Python's internals."""
 
         def __init__(*args: Any, **attributes: Any) -> None:
             own, *given = args  # an attribute may have any name, `self` too
@@ -98,7 +98,7 @@ def _environment() -> Any:
 
 
 class _Dict:
-    """`dict` without the rest of Python's class."""
+    """`dict` as a function, without the attributes of Python's class."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
@@ -142,7 +142,7 @@ def _outcome(environment: Any, compiled: dict[str, Any], request: Any, job: Any)
         usual = {"documents": None, "tools": tools, "add_generation_prompt": False}
         variables = {**usual, **request["variables"], **more}
         rendered = compiled[text].render(messages=messages, **variables)
-        rendered.isascii() or rendered.encode()
+        rendered.isascii() or rendered.encode()  # raises for half a surrogate pair
     except MemoryError:
         return ["memory", ""]
     except UnicodeEncodeError as error:  # the chats have none
@@ -162,10 +162,7 @@ def _begin(error: Exception) -> str:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without null fields, and with its reasoning under the names that templates read.
-
-    transformers does both.
-    """
+    """Return a message as transformers does: without null fields, its reasoning under the names that templates read."""
     given = {name: value for name, value in message.items() if value is not None}
     reasoning = next((given[name] for name in _REASONING if name in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
@@ -175,7 +172,7 @@ def _limit_memory() -> None:
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
-    except FileNotFoundError:  # not Linux: there the kernel does not limit memory either
+    except FileNotFoundError:  # not Linux; elsewhere the kernel does not enforce this limit
         return
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
 
@@ -193,7 +190,7 @@ def _receive(requests: IO[bytes]) -> Any:
 
 def send(stream: IO[bytes], value: Any) -> None:
     """Write a value as a frame."""
-    raw = json.dumps(value, default=str).encode()  # ASCII: a text may hold one half of a surrogate pair
+    raw = json.dumps(value, default=str).encode()  # ASCII: a text may hold half a surrogate pair
     stream.write(len(raw).to_bytes(8, "little") + raw)
     stream.flush()
 

@@ -34,7 +34,6 @@ from niels_gpt.commands.console import (
 from niels_gpt.commands.report import checked, listed, notices, outcome_line, outcomes_table, plan_table, snapshot_lines
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.kinds.kind import Kind, has_partitions, kind_of_key, look_command
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.disk import free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.family import family_of
 from niels_gpt.recipes.plan import HOME_OF, RECIPES, Plan, every_recipe, needs_tokenizer, plan, recipes
@@ -56,6 +55,7 @@ from niels_gpt.recipes.user_sources import names_in_lines, stated_credit
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of
 from niels_gpt.storage.meta_json import shortened
+from niels_gpt.work import Progress
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _SHOWN = 3  # entries that a warning names

@@ -24,11 +24,10 @@ from rich_click import RichCommand, RichCommandPanel, RichContext, RichGroup, Ri
 
 from niels_gpt.display import bar
 from niels_gpt.display.tables import WIDTH, cut, folded, hints, width
-from niels_gpt.interrupts import interruptible, say_interrupted
-from niels_gpt.progress import Progress
 from niels_gpt.settings import UsageError
 from niels_gpt.storage.codes import CodedWarning, code_of
 from niels_gpt.storage.meta_json import printable
+from niels_gpt.work import Progress, interruptible, say_interrupted
 
 ERRORS = (ValueError, OSError, ImportError)
 """Errors that a command reports as one line. CacheError is a ValueError, ConnectionError an OSError."""

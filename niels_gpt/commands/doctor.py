@@ -165,7 +165,7 @@ def _caches(folder: Path) -> tuple[str, list[Path], list[Care]]:
     """Return the tokenizer in a folder of caches, the caches, and their problems."""
     from niels_gpt.kinds.folders import caches_below
     from niels_gpt.recipes.records import TOKENIZER_KEY
-    from niels_gpt.storage.leftovers import versions_below
+    from niels_gpt.storage.versions import versions_below
 
     try:
         caches = caches_below(folder)
@@ -227,8 +227,7 @@ def _of_versions(folder: Path, cache: Path) -> Iterator[Care]:
     from niels_gpt.engine.meta import is_of_this_version
     from niels_gpt.kinds.kind import kind_names
     from niels_gpt.recipes.gc import wanted_plan
-    from niels_gpt.storage.leftovers import removable
-    from niels_gpt.storage.versions import refuse_if_building
+    from niels_gpt.storage.versions import refuse_if_building, removable
 
     gc = shlex.join(["niels-gpt", "gc", str(folder)])
     try:

@@ -19,9 +19,9 @@ from niels_gpt.storage.remedies import build_command
 if TYPE_CHECKING:
     from niels_gpt.engine.units import Mended
     from niels_gpt.kinds.kind import Kind
-    from niels_gpt.progress import Progress
     from niels_gpt.recipes.records import Outcome
     from niels_gpt.recipes.units import CacheUnits, MadeUnit
+    from niels_gpt.work import Progress
 
 
 @command(

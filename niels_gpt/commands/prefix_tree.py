@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import dropwhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from rich_click import argument, option
@@ -23,17 +23,17 @@ from rich_click import argument, option
 from niels_gpt.commands.console import Command, Group, Result, command, parsed, progress_bar, run, say
 from niels_gpt.display.numbers import many
 from niels_gpt.display.tables import folded, table
-from niels_gpt.prefix_tree.savings import ATTENTIONS, MODEL_7B, ROWS
-from niels_gpt.progress import Progress
+from niels_gpt.prefix_tree import ATTENTIONS, MODEL_7B, ROWS
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, TreeError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.remedies import PROGRAM
+from niels_gpt.work import Progress
 
 if TYPE_CHECKING:
     from niels_gpt.prefix_tree.forest import ModelShape
-    from niels_gpt.prefix_tree.savings.count import Folded, Rollouts
+    from niels_gpt.prefix_tree.savings import Folded, Rollouts
 
 _GROUP = "group"
 _INDENTED = 24  # levels; deeper nodes are not indented further
@@ -111,11 +111,11 @@ def _line(path: str, number: int, row: dict[str, Any], group_key: str, counters:
     """Return a row's samples; None, and count it, if a build would keep none of them. Raises TreeError E804."""
     from niels_gpt.data.files.rollouts import NotRolloutsError, samples_of
     from niels_gpt.data.files.text import note
-    from niels_gpt.prefix_tree.rollouts.records import Rollout, checked
-    from niels_gpt.prefix_tree.savings.count import Rollouts
+    from niels_gpt.prefix_tree.rollouts.records import checked
+    from niels_gpt.prefix_tree.savings import Rollouts
 
     try:
-        found = [checked(Rollout(**vars(sample)), None) for sample in samples_of(row)[1]]
+        found = [checked(sample, None) for sample in samples_of(row)[1]]
     except NotRolloutsError as error:
         note(counters, error.reason, f"{path}, line {number}: found {error.found or f'the fields {_names(row)}'}")
         return None
@@ -150,12 +150,8 @@ def _rows(path: str, group_key: str, limit: int, counters: Counter[str]) -> Iter
             Path(path), counters=counters, columns=columns, unreadable=drop, max_document_bytes=limit
         )
         return
-    for number, line in text.lines_of(sys.stdin.buffer, limit):
-        row = rows.row_of_line(line, rows.parsed(line or b""), Path(path), number, limit, counters)
-        if isinstance(row, text.Problem):
-            drop(row)
-        elif row is not None:
-            yield number, row
+    reading = rows.Reading(counters=counters, unreadable=drop, max_document_bytes=limit)
+    yield from cast(Iterator[rows.Row], rows.rows_of_lines(sys.stdin.buffer, Path(path), reading))
 
 
 # --- stats ------------------------------------------------------------------------------------------------------------
@@ -185,10 +181,10 @@ def stats(
     **sizes: int | None,
 ) -> Result:
     """Print savings."""
-    from niels_gpt.prefix_tree.savings.count import count_savings, forests
+    from niels_gpt.prefix_tree.savings import count_savings, forests
 
     if plot is not None:
-        from niels_gpt.prefix_tree.savings.plot import check_picture
+        from niels_gpt.prefix_tree.plot import check_picture
 
         check_picture(plot)
     shape = _shape(model, sizes)
@@ -198,7 +194,7 @@ def stats(
         savings = count_savings(forests(lines, rows=rows), shape, attention)
     savings.counters = counters
     if plot is not None:
-        from niels_gpt.prefix_tree.savings.plot import plot as draw
+        from niels_gpt.prefix_tree.plot import plot as draw
         from niels_gpt.storage.fileio import write_bytes
 
         names = [Path(path).name for path in rollouts]
@@ -215,7 +211,7 @@ def _shape(model: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
     if model is None:
         return ModelShape(**{**MODEL_7B, **given})
     from niels_gpt.hub.models import CONFIG, hub_file, is_local, refuse_large
-    from niels_gpt.prefix_tree.savings.models import shape_of
+    from niels_gpt.prefix_tree.savings import shape_of
 
     path = Path(model).expanduser() / CONFIG if is_local(model) else hub_file(model, CONFIG, None)
     if path is None:
@@ -247,7 +243,7 @@ def show(
     nodes: int,
 ) -> Result:
     """Print a tree."""
-    from niels_gpt.prefix_tree.savings.count import forests
+    from niels_gpt.prefix_tree.savings import forests
 
     lines = dropwhile(lambda found: found.line < line, read_rollouts([rollouts], group_key, max_document_bytes))
     folded = next(forests(lines, rows=rows), None)

@@ -20,7 +20,6 @@ from niels_gpt.data.files.rows import TABLE_SUFFIXES, iter_rows
 from niels_gpt.data.files.text import read_text
 from niels_gpt.data.files.walk import in_order
 from niels_gpt.data.local import expand
-from niels_gpt.interrupts import ended_at_once
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.storage.errors import SourceError, SourceNotFound
 from niels_gpt.tokenizer import TokenizerPaths
@@ -32,6 +31,7 @@ from niels_gpt.tokenizer_training import (
     train_tokenizer,
     write_tokenizer,
 )
+from niels_gpt.work import ended_at_once
 
 _OF_SENTENCEPIECE = ("model_type", "normalization", "character_coverage")
 _NO_LIMIT = 1 << 62  # bytes of a document: a corpus may be one file; training cuts it at line ends

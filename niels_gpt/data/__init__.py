@@ -1,18 +1,21 @@
 """Where texts and chats come from: a loader for each built-in source, and one for user-defined sources.
 
-fineweb_edu.py    web pages: how FineWeb-Edu's rows become documents
-wikitext.py       encyclopedia lines: which rows of WikiText are documents
+A built-in source is one module, with its loader and its row of the table:
+
+fineweb_edu.py    web pages of FineWeb-Edu
+wikitext.py       encyclopedia lines of WikiText, by upstream's splits
 gutenberg.py      books: a file of a mirror is one book, or has one in each row
-roam.py           a folder of markdown notes, and how its files are split into train and val
-dolly.py          instructions: how a row of Dolly becomes a chat
-oasst1.py         trees of messages: which paths of a tree become chats
-upstream_rows.py  what these loaders share: which rows of a built-in source are dropped, counted and logged
-local.py          user-defined sources: which files a pattern matches, and how their rows become texts or chats
-chat_shapes.py    what a chat may look like in a user's file, and which roles are known
-exclude.py        which documents and chats are left out by --exclude
-sources.py        the table of built-in sources: how each is found, loaded and credited; a new source is a row here
-trees.py          the table of the caches of message trees: trees/oasst1
-types.py          what loaders yield: PretrainSample, ChatSample, and the id that a sample has in its source
+roam.py           a folder of markdown notes, split by file into train and val
+dolly.py          instructions of Dolly 15k as chats
+oasst1.py         message trees of OpenAssistant: the paths that become chats, and whole trees
+sources.py        the table of built-in sources; a new one is a line here
+spec.py           a row of the table: how a source is found, loaded, split, credited and built
+upstream_rows.py  rows of a built-in source from a mirror or the hub: their numbers, and which are too large
+local.py          user-defined sources: the files that a pattern matches, and their texts, chats and rollouts
+reader.py         reads a source's files from a position on; counts and logs what is dropped
+chat_shapes.py    the forms of a chat in a user's file, and the known roles
+exclude.py        documents and chats that --exclude leaves out
+types.py          samples: PretrainSample, ChatSample, ...; and the id of a sample in its source
 files/            rows and texts of files of any format
 
 Importing these modules is cheap: datasets, pyarrow, huggingface_hub and torch are imported on first use. So are the

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from niels_gpt.data.chat_shapes import with_context
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES
+from niels_gpt.data.local import LocalFiles
+from niels_gpt.data.reader import Piece
+from niels_gpt.data.spec import HUB, Credit, LoadRequest, Part, SourceSpec, mirror_files
 from niels_gpt.data.types import ChatMessage, ChatSample
-from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows, check_take, shuffled
+from niels_gpt.data.upstream_rows import UpstreamRows, check_take, shuffled
 from niels_gpt.documents import Partition
+from niels_gpt.settings import Settings
 
 SOURCE = "dolly15k"
 DATASET_ID = "databricks/databricks-dolly-15k"
 UPSTREAM_SPLITS = ("train",)
+_EXPECTED = "texts in the fields instruction and response, and none or a text in context"
 SYSTEM_PROMPT = "you are a helpful assistant."
 
 
@@ -42,39 +48,36 @@ def iter_dolly_sft(
     instruction or response count as "blank_field"; rows where one is absent, or a field is not a string, count as
     "missing_field"; both are dropped. Other counters and links: as iter_fineweb_edu.
     split: "all" reads every upstream split. shuffle: holds all rows in memory; otherwise they stream in upstream order.
-    position: of a mirror's files, without `shuffle` and `take`: see rows.Position. partition: whose rows
+    position: of a mirror's files, without `shuffle` and `take`: see reader.Position. partition: whose rows
         alone are read.
     meta is the row and its "index".
     """
     check_take(take)
-    rows = UpstreamRows(SOURCE, counters, max_document_bytes, partition)
-    numbered = rows.read(
+    is_whole = not shuffle and take is None
+    rows = UpstreamRows(SOURCE, counters, max_document_bytes, partition, position if is_whole else None)
+    pieces = rows.read(
         source_root,
         dataset_id,
         split=split,
         revision=revision,
         follow_links=follow_links,
         all_splits=UPSTREAM_SPLITS,
-        position=None if shuffle or take is not None else position,
     )
-    samples = _chats(numbered, include_system, rows)
+    samples = _chats(pieces, include_system, rows)
     return islice(shuffled(samples, seed) if shuffle else samples, take)
 
 
-def _chats(numbered: NumberedRows, include_system: bool, rows: UpstreamRows) -> Iterator[ChatSample]:
-    kept = 0
-    for index, where, row in numbered:
-        problem = _problem_of(row)
-        if problem is not None:
-            expected = "texts in the fields instruction and response, and none or a text in context"
-            rows.drop(problem, f"{where}: expected {expected}; its fields are {', '.join(row) or 'none'}")
+def _chats(pieces: Iterable[Piece], include_system: bool, rows: UpstreamRows) -> Iterator[ChatSample]:
+    for piece in pieces:
+        row = cast(dict[str, Any], piece.item)
+        if (problem := _problem_of(row)) is not None:
+            rows.drop(piece, problem, expected=_EXPECTED)
             continue
-        kept += 1
         question = with_context(row["instruction"], row.get("context") or "")
         messages = [ChatMessage("system", SYSTEM_PROMPT)] if include_system else []
         messages += [ChatMessage("user", question), ChatMessage("assistant", row["response"])]
-        yield ChatSample(messages=messages, source=SOURCE, meta={**row, "index": index})
-    rows.check_any(kept)
+        yield ChatSample(messages=messages, source=SOURCE, meta={**row, "index": rows.index_of(piece)})
+    rows.check_any()
 
 
 def _problem_of(row: Mapping[str, Any]) -> str | None:
@@ -83,3 +86,36 @@ def _problem_of(row: Mapping[str, Any]) -> str | None:
     if not (all(isinstance(field, str) for field in fields) and isinstance(context, str | None)):
         return "missing_field"
     return None if all(str(field).strip() for field in fields) else "blank_field"
+
+
+def _files(settings: Settings, root: Path | None) -> LocalFiles:
+    return mirror_files(settings, root, settings.dolly_dataset)
+
+
+def _load(request: LoadRequest) -> list[Part]:
+    samples = iter_dolly_sft(
+        split="all",
+        seed=request.settings.seed,
+        shuffle=False,
+        include_system=request.settings.dolly_include_system,
+        dataset_id=request.settings.dolly_dataset,
+        position=request.position,
+        partition=request.partition,
+        **request.reading,
+    )
+    return [(None, samples)]
+
+
+SPEC = SourceSpec(
+    name="dolly15k",
+    family="sft",
+    description="Token cache of dolly-15k chats: one instruction and one response each; the response carries the loss.",
+    credit=Credit("CC BY-SA 3.0", f"databricks-dolly-15k by Databricks, {HUB}databricks/databricks-dolly-15k"),
+    load=_load,
+    files=_files,
+    dataset="dolly_dataset",
+    hub_splits=("train",),
+    reads=("dolly_include_system",),
+    training_rank=3,
+    hub_text_bytes=13_000_000,
+)

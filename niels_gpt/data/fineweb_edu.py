@@ -6,11 +6,16 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
+from typing import cast
 
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES
+from niels_gpt.data.local import LocalFiles
+from niels_gpt.data.spec import HUB, Credit, LoadRequest, Part, SourceSpec, mirror_files
 from niels_gpt.data.types import PretrainSample
-from niels_gpt.data.upstream_rows import UpstreamRows, check_take, samples_of_rows
+from niels_gpt.data.upstream_rows import UpstreamRows, check_take
 from niels_gpt.documents import Partition
+from niels_gpt.settings import Settings
 
 SOURCE = "fineweb_edu"
 DATASET_ID = "HuggingFaceFW/fineweb-edu"
@@ -46,7 +51,7 @@ def iter_fineweb_edu(
     """
     check_take(take)
     rows = UpstreamRows(SOURCE, counters, max_document_bytes, partition)
-    numbered = rows.read(
+    pieces = rows.read(
         source_root,
         dataset_id,
         split=split,
@@ -58,4 +63,45 @@ def iter_fineweb_edu(
         shuffle_buffer=shuffle_buffer_size,
         inner_folders=(name, f"data/{name}"),
     )
-    return islice(samples_of_rows(numbered, rows), take)
+    return islice(cast(Iterator[PretrainSample], rows.documents(pieces)), take)
+
+
+def _files(settings: Settings, root: Path | None) -> LocalFiles:
+    folders = (settings.fineweb_edu_config, f"data/{settings.fineweb_edu_config}")
+    return mirror_files(settings, root, settings.fineweb_edu_dataset, split="train", folders=folders)
+
+
+def _load(request: LoadRequest) -> list[Part]:
+    """The hub's stream is shuffled by `datasets` (D8); a mirror's rows are in file order."""
+    if request.found is not None:
+        return [(None, request.documents(SOURCE, request.settings.fineweb_edu_dataset))]
+    settings = request.settings
+    samples = iter_fineweb_edu(
+        name=settings.fineweb_edu_config,
+        shuffle=settings.shuffle_buffer > 0,
+        shuffle_buffer_size=settings.shuffle_buffer,
+        seed=settings.seed,
+        dataset_id=settings.fineweb_edu_dataset,
+        partition=request.partition,
+        **request.reading,
+    )
+    return [(None, samples)]
+
+
+SPEC = SourceSpec(
+    name="fineweb_edu",
+    family="pretrain",
+    description="Token cache of FineWeb-Edu: shuffled web pages with end-of-texts, up to a token budget for train "
+    "and for val.",
+    credit=Credit("ODC-BY 1.0", f"FineWeb-Edu by Hugging Face, {HUB}HuggingFaceFW/fineweb-edu"),
+    load=_load,
+    files=_files,
+    dataset="fineweb_edu_dataset",
+    config="fineweb_edu_config",
+    hub_splits=("train",),
+    streaming=True,
+    shuffle_buffer="shuffle_buffer",
+    budgets=True,
+    training_rank=6,
+    snapshot_margin_bytes=1 << 24,  # pages of 4,000 tokens
+)

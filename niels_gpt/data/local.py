@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,29 +21,15 @@ from typing import Any, cast
 from niels_gpt.chat_template import UNKNOWN_ROLE, count_names
 from niels_gpt.data import chat_shapes
 from niels_gpt.data.files import rollouts
-from niels_gpt.data.files.columns import Columns, Reading, rows_or_columns
-from niels_gpt.data.files.parquet import field_names
-from niels_gpt.data.files.part import FilePart, Share, is_first
-from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position
-from niels_gpt.data.files.text import (
-    MAX_DOCUMENT_BYTES,
-    MISSING_FIELD,
-    NOT_FETCHED,
-    PACKED_SUFFIXES,
-    UnusableFile,
-    count,
-    has_other_text,
-    is_empty_file,
-    is_pointer,
-    packed_suffix,
-    read_text,
-)
+from niels_gpt.data.files.part import FilePart, is_first
+from niels_gpt.data.files.rows import TABLE_SUFFIXES, Columns
+from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, PACKED_SUFFIXES, count
 from niels_gpt.data.files.walk import first_link, in_order, note_forks, note_links, once_each, walk_folders
+from niels_gpt.data.reader import TEXT_FIELDS, Piece, Position, SourceReader
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock
-from niels_gpt.data.upstream_rows import TEXT_FIELDS
 from niels_gpt.documents import Partition
-from niels_gpt.signals import GIT_LFS_POINTER, OTHER_TEXT_FIELD, UNREAD_FIELD
-from niels_gpt.storage.errors import SourceError, SourceNotFound
+from niels_gpt.signals import UNREAD_FIELD
+from niels_gpt.storage.errors import SourceNotFound
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +86,7 @@ class LocalFiles:
             counts as "missing_field".
         counters: receives how many documents were dropped or repaired, by reason.
         max_document_bytes: of a document or row; a larger one counts as "too_large".
-        position: where the stream is, kept in this dict; the stream starts behind what it holds (see rows.Position).
+        position: where the stream is, kept in this dict; the stream starts behind what it holds (see reader.Position).
         The samples' meta: "index", the number in the stream from 0; "path", the file's name; for a row "row", its
             number from 1 (the line's in .jsonl), and "id", if it is a string or an integer, as a string.
         Raises: ValueError for a damaged file, when it is reached, and at the end if there is no text at all.
@@ -131,10 +117,9 @@ class LocalFiles:
         raw: as RawChats, for a chat template. partition: whose rows alone are read. What a row may look like, and why
         it may be dropped: see chat_shapes. The rest: as `texts`.
         """
-        fields = (*chat_shapes.FIELDS, "id")
-        reader = _Reader(self, counters, fields, max_document_bytes, position, partition=partition)
-        for row, where in reader.read(rows_only=True):
-            sparse = where["path"].lower().endswith(".parquet")
+        reader = _FileReader(self, source, counters, max_document_bytes, partition, position)
+        for piece, row in reader.rows((*chat_shapes.FIELDS, "id")):
+            sparse = piece.name.lower().endswith(".parquet")
             try:
                 chat = (
                     chat_shapes.raw_chat_of(row, sparse=sparse, counters=counters)
@@ -142,11 +127,11 @@ class LocalFiles:
                     else chat_shapes.messages_of(row, counters)
                 )
             except chat_shapes.NotAChatError as error:
-                reader.drop(error.reason, error.found, role=error.role)
+                reader.drop(piece, error.reason, error.found, kind=reader.role(error.role))
             else:
-                meta = reader.meta(where)
+                meta = reader.meta(piece)
                 yield RawChat(*chat, source, meta) if isinstance(chat, tuple) else ChatSample(chat, source, meta)
-        reader.check_any(f"{source}: not one chat", f"one of the shapes {chat_shapes.SHAPES}")
+        reader.check_any("not one chat", f"one of the shapes {chat_shapes.SHAPES}")
 
     def rollouts(
         self,
@@ -168,26 +153,24 @@ class LocalFiles:
         behind, part = rollouts.Behind(counters, position), FilePart(partition, len(self.files))
         file, number = (behind.position.get(key, -1) for key in ("file", _GROUP))
         reads = partition if part.reads_alone else None
-        fields = (*rollouts.FIELDS, "id")
-        reader = _Reader(self, behind.counters, fields, max_document_bytes, behind.position, partition=reads)
+        reader = _FileReader(self, source, behind.counters, max_document_bytes, reads, behind.position)
         group: SequenceGroup | None = None
         tokens = 0
-        for row, where in reader.read(rows_only=True):
+        for piece, row in reader.rows((*rollouts.FIELDS, "id")):
             try:
                 name, samples = rollouts.samples_of(row)
             except rollouts.NotRolloutsError as error:
-                reader.drop(error.reason, error.found)
+                reader.drop(piece, error.reason, error.found)
                 continue
-            count_names(behind.counters, UNREAD_FIELD, rollouts.unread_of(row, reader.names()))
-            if behind.continues(name, where["path"]) and group is not None:
+            count_names(behind.counters, UNREAD_FIELD, rollouts.unread_of(row, reader.names(piece)))
+            if behind.continues(name, piece.name) and group is not None:
                 group.samples.extend(samples)
-                tokens = rollouts.tokens_of(samples, tokens, f"{where['path']}, row {where['row']}")
-                reader.meta(where)
+                tokens = rollouts.tokens_of(samples, tokens, f"{piece.name}, row {piece.row}")
             else:
                 if group is not None and behind.passes(part.has_group(file, number)):
                     yield group
                 file, number = reader.file, number + 1 if reader.file == file else 0
-                meta = {"id": None, **reader.meta(where), **({"id": name} if name and _is_id(name) else {})}
+                meta = {"id": None, **reader.meta(piece), **({"id": name} if name and _is_id(name) else {})}
                 group = SequenceGroup(samples, source, meta)
                 tokens = rollouts.tokens_of(samples)
             if not part.reads_alone:
@@ -197,7 +180,7 @@ class LocalFiles:
             yield group
         behind.mark()
         behind.passes(part.reads_alone or is_first(partition))
-        reader.check_any(f"{source}: no rollouts", f"one of the forms {rollouts.FORMS}")
+        reader.check_any("no rollouts", f"one of the forms {rollouts.FORMS}")
 
 
 def open_files(
@@ -317,35 +300,11 @@ def iter_documents(
     blocks: bool,
     partition: Partition | None = None,
 ) -> Iterator[PretrainSample | TextBlock]:
-    """Stream the documents of `LocalFiles.texts`, or of one partition; blocks: as columns where rows are as usual."""
+    """Yield the documents of `LocalFiles.texts`, or of one partition; blocks: usual rows as TextBlocks."""
     wanted = TEXT_FIELDS if field is None else (field,)
-    columns = wanted if blocks else ()
-    reader = _Reader(found, counters, (*wanted, "id"), max_document_bytes, position, columns, partition)
-    for item, where in reader.read():
-        if isinstance(item, Columns):
-            yield TextBlock(source, item.texts, _ids_of(item, where["path"]), reader.place(item))
-        elif isinstance(item, str):
-            yield PretrainSample(text=item, source=source, meta=reader.meta(where))
-        elif texts := [item[name] for name in wanted if isinstance(item.get(name), str)]:
-            if is_pointer(texts[0]):
-                reader.drop(GIT_LFS_POINTER, NOT_FETCHED)
-                continue
-            if has_other_text(texts):
-                count(counters, OTHER_TEXT_FIELD)
-            yield PretrainSample(text=texts[0], source=source, meta=reader.meta(where))
-        else:
-            types = [f"{type(item[name]).__name__} in the field {name}" for name in wanted if name in item]
-            reader.drop(MISSING_FIELD, ", ".join(types))
-    expected = f"a string in the field {' or '.join(wanted)}; name the one that holds the text: NAME=GLOB:FIELD"
-    reader.check_any(f"{source}: not one text", expected)
-
-
-def _ids_of(rows: Columns, path: str) -> list[str]:
-    """Return what source_id returns for the samples of these rows."""
-    own = rows.fields.get("id") or [None] * len(rows.texts)
-    return [
-        str(value) if _is_id(value) else f"{path}#{number}" for value, number in zip(own, rows.numbers, strict=True)
-    ]
+    reader = _FileReader(found, source, counters, max_document_bytes, partition, position)
+    pieces = reader.read((*wanted, "id"), texts=wanted if blocks else ())
+    return reader.documents(pieces, wanted, remedy="; name the one that holds the text: NAME=GLOB:FIELD")
 
 
 def _is_id(value: Any) -> bool:
@@ -354,148 +313,84 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-class _Reader:
-    """Reads the documents and rows of a source's files, and counts and logs what is dropped."""
+class _FileReader(SourceReader):
+    """Reads the files of a user-defined source. Numbers the samples that are kept, and logs more of what is dropped."""
 
-    def __init__(
-        self,
-        found: LocalFiles,
-        counters: Counter[str] | None,
-        columns: Collection[str],
-        max_document_bytes: int,
-        position: dict[str, int] | None,
-        as_columns: Sequence[str] = (),
-        partition: Partition | None = None,
-    ) -> None:
-        """as_columns: fields that may hold a row's text, where usual rows are wanted as columns."""
-        self._partition = partition
+    number_name = "index"
+    numbers_dropped = False
+
+    def __init__(self, found: LocalFiles, *about: Any) -> None:
+        """about: arguments of SourceReader."""
+        super().__init__(*about)
         self._found = found
-        self._counters = Counter() if counters is None else counters
-        self._columns, self._limit = columns, max_document_bytes
-        self._as_columns = as_columns
-        self._position = Position(position)
-        self._index = self._position.number("index")  # of the next sample
-        self._file = 0
-        self._row: tuple[Path, int, dict[str, Any]]  # the current one
-        self._first = self._problem = ""  # of the first row that could be read, and of the first that could not
-        self._columns_of: dict[Path, list[str]] = {}  # of the current parquet file
-        self._dropped, self._unlogged = Counter[str](), Counter[str]()
+        self._columns_of: dict[str, list[str]] = {}  # of the current parquet file
+        self._unlogged = Counter[str]()
         self._logged: dict[str, set[str | None]] = {}  # kinds by reason
 
-    def read(self, *, rows_only: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yield each document's text, row or Columns, with "path" and, for a row, "row" and "id"."""
-        if is_first(self._partition) and not self._position.resumed:
-            note_forks(self._counters, self._found.resource_forks)
-        part = FilePart(self._partition, len(self._found.files))
-        for file, path in enumerate(self._found.files):
-            share = part.share(file)
-            if share is None or self._position.skips_file(file):
-                continue
-            self._file, skip_to = file, self._position.last_skipped_row(file)
-            if rows_only or _has_suffix(path, CHAT_SUFFIXES):
-                yield from self._rows(path, skip_to, share)
-            elif share.has(0) and not skip_to:
-                yield from self._document(path)
-
-    def meta(self, where: dict[str, Any]) -> dict[str, Any]:
-        """Return the meta of the next sample, after its position is recorded."""
-        self._index += 1
-        self._position.set(self._file, where.get("row", 1), index=self._index)
-        return {"index": self._index - 1, **where}
-
-    def place(self, rows: Columns) -> dict[str, list[int]]:
-        """Return the positions of the next samples, which these rows are, after they are recorded."""
-        begin = self._index + 1
-        self._index += len(rows.texts)
-        return self._position.set_all(self._file, rows.numbers, index=range(begin, self._index + 1))
-
-    @property
-    def file(self) -> int:
-        """Number of the file, from 0, that the current row is in."""
-        return self._file
-
-    def _document(self, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        if packed_suffix(path.name) and is_empty_file(path, self._counters):
-            return
-        try:
-            text = read_text(path, counters=self._counters, max_document_bytes=self._limit)
-        except UnusableFile as error:
-            self._drop_problem(error.reason, None, str(error))
-        else:
-            yield text, {"path": self._found.name_of(path)}
-
-    def _rows(self, path: Path, skip_to: int, share: Share) -> Iterator[tuple[Any, dict[str, Any]]]:
-        name = self._found.name_of(path)
-        reading = Reading(
-            counters=self._counters,
-            columns=self._columns,
-            unreadable=lambda problem: self._drop_problem(problem.reason, str(path), problem, problem.rows),
-            max_document_bytes=self._limit,
-            skip_to=skip_to,
-            share=share,
-            texts=self._as_columns,
+    def read(self, columns: Sequence[str], *, texts: Sequence[str] = (), rows_only: bool = False) -> Iterator[Piece]:
+        """Yield documents, and rows with these columns; texts: fields that may hold the text of rows in Columns."""
+        if is_first(self.partition) and not Position(self._shared).resumed:
+            note_forks(self.counters, self._found.resource_forks)
+        yield from self.pieces(
+            self._found.files,
+            self._found.name_of,
+            lambda path: not rows_only and not _has_suffix(path, CHAT_SUFFIXES),
+            columns=columns,
+            texts=texts,
             others=("id",),
         )
-        for item in rows_or_columns(path, reading):
-            if isinstance(item, Columns):
-                yield item, {"path": name}
-                continue
-            number, row = item
-            self._row = (path, number, row)
-            self._first = self._first or f"{path}, row {number}, has {self._fields()}"
-            known = {"id": str(row["id"])} if _is_id(row.get("id")) else {}
-            yield row, {"path": name, "row": number} | known
 
-    def drop(self, reason: str, problem: str, *, role: str | None = None) -> None:
-        """Count the current row as dropped, and log the first one of each reason, and of the first roles."""
-        if role is not None:
-            (role,) = count_names(self._counters, UNKNOWN_ROLE, [role])
-        path, number, _ = self._row
-        if problem and not self._dropped:
-            self._first = f"{path}, row {number}: found {problem}"
-        self._count(reason, role, f"{path}, row {number}: found {problem or self._fields()}")
+    def rows(self, columns: Sequence[str]) -> Iterator[tuple[Piece, dict[str, Any]]]:
+        """Yield each row with its piece."""
+        for piece in self.read(columns, rows_only=True):
+            yield piece, cast(dict[str, Any], piece.item)
 
-    def check_any(self, problem: str, expected: str) -> None:
-        """Raise ValueError with the reasons, at the end, if rows were dropped and there was no sample in any of them.
+    def meta(self, piece: Piece) -> dict[str, Any]:
+        """Return "index", "path", for a row "row", and its "id" if it has one."""
+        meta: dict[str, Any] = {"index": piece.index, "path": piece.name}
+        if isinstance(piece.item, dict):
+            meta["row"] = piece.row
+            if _is_id(own := piece.item.get("id")):
+                meta["id"] = str(own)
+        return meta
 
-        Not in a partition: others may have samples. Otherwise log how many rows were dropped beside those logged.
-        """
-        if not self._index and self._dropped and self._partition is None:
-            reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self._dropped.items()))
-            first = f"{self._first}. Expected {expected}" if self._first else self._problem
-            rows = f"{self._dropped.total()} rows below {self._found.root} ({reasons})"
-            raise SourceError(f"{problem} in {rows}; the first: {first}", code="E303")
+    def ids(self, piece: Piece, rows: Columns) -> list[str]:
+        """Return the ids that `source_id` returns for the samples of a piece's rows."""
+        own = rows.fields.get("id") or [None] * len(rows.texts)
+        both = zip(own, rows.numbers, strict=True)
+        return [str(value) if _is_id(value) else f"{piece.name}#{number}" for value, number in both]
+
+    def role(self, role: str | None) -> str | None:
+        """Count an unknown role, and return the name that it is counted by."""
+        return None if role is None else next(iter(count_names(self.counters, UNKNOWN_ROLE, [role])))
+
+    def names(self, piece: Piece) -> list[str]:
+        """Return the names of a row's fields; in a parquet file also of those that are not read."""
+        if not piece.name.lower().endswith(".parquet"):
+            return super().names(piece)
+        if piece.name not in self._columns_of:
+            from niels_gpt.data.files import parquet  # imports pyarrow, which is heavy
+
+            self._columns_of = {piece.name: parquet.field_names(self._found.files[self.file])}
+        return self._columns_of[piece.name]
+
+    def check_any(self, what: str = "", expected: str = "") -> None:
+        """Raise as SourceReader; else log how many rows were dropped beside those logged."""
+        super().check_any(what, expected)
         for reason, number in self._unlogged.items():
             where = self._found.root
             logger.warning("%s: and %s more, counted as %s", where, f"{number:,}", reason, extra={"code": "W305"})
 
-    def _drop_problem(self, reason: str, kind: str | None, problem: str, number: int = 1) -> None:
-        self._problem = self._problem or problem
-        self._count(reason, kind, problem, number)
-
     def _count(self, reason: str, kind: str | None, problem: str, number: int = 1) -> None:
+        """Count dropped rows, and log the first of each kind, _MOST_LOGGED kinds of a reason."""
         self._dropped[reason] += number
-        count(self._counters, reason, number)
+        count(self.counters, reason, number)
         logged = self._logged.setdefault(reason, set())
         if kind in logged or len(logged) == _MOST_LOGGED:
             self._unlogged[reason] += number
         else:
             logged.add(kind)
             logger.warning("%s. Counted as %s; more like it are counted only", problem, reason, extra={"code": "W305"})
-
-    def names(self) -> list[str]:
-        """Return the names of the current row's fields; in a parquet file also of those that are not read."""
-        path, _, row = self._row
-        if not _has_suffix(path, (".parquet",)):
-            return list(row)
-        if path not in self._columns_of:
-            self._columns_of = {path: field_names(path)}
-        return self._columns_of[path]
-
-    def _fields(self) -> str:
-        names = self.names()
-        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        return f"the fields {', '.join(names[:_MOST_NAMES]) or 'none'}{more}"
 
 
 def _nothing_found(

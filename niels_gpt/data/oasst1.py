@@ -5,18 +5,25 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice, pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
-from niels_gpt.data.files.part import is_first
+from niels_gpt.data.files.part import TREES_RULE, is_first
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, MISSING_FIELD, count
-from niels_gpt.data.types import ChatMessage, ChatSample
-from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows, check_take, shuffled
+from niels_gpt.data.local import LocalFiles
+from niels_gpt.data.reader import Piece
+from niels_gpt.data.spec import HUB, Credit, LoadRequest, Part, SourceSpec, mirror_files
+from niels_gpt.data.types import ChatMessage, ChatSample, PretrainSample
+from niels_gpt.data.upstream_rows import UpstreamRows, check_take, shuffled
 from niels_gpt.documents import Partition
+from niels_gpt.settings import Settings
 
 SOURCE = "oasst1"
 DATASET_ID = "OpenAssistant/oasst1"
 UPSTREAM_SPLITS = ("train", "validation")
+_EXPECTED = "texts in the fields message_tree_id, message_id, text and role, and none or one in parent_id"
 ROLES = {"prompter": "user", "assistant": "assistant"}
 # All 88,000 messages are held in memory, without the labels and scores, which are most of a row's size.
 KEPT_FIELDS = ("message_id", "parent_id", "message_tree_id", "text", "role", "lang", "deleted")
@@ -83,7 +90,7 @@ def iter_oasst1_trees(
         messages, and the first one counts those that are dropped.
     """
     rows = UpstreamRows(SOURCE, counters if is_first(partition) else None, max_document_bytes)
-    numbered = rows.read(
+    pieces = rows.read(
         source_root,
         dataset_id,
         split=split,
@@ -93,22 +100,22 @@ def iter_oasst1_trees(
         # A copy of the hub's repository has the same messages twice: exports beside the parquet files in data/.
         inner_folders=("data",),
     )
-    return _trees(numbered, rows, partition)
+    return _trees(pieces, rows, partition)
 
 
-def _trees(numbered: NumberedRows, rows: UpstreamRows, partition: Partition | None) -> Iterator[list[Record]]:
+def _trees(pieces: Iterable[Piece], rows: UpstreamRows, partition: Partition | None) -> Iterator[list[Record]]:
     trees: dict[str, list[Record]] = {}
     numbers: dict[str, int] = {}
     own, total = (0, 1) if partition is None else partition
-    for _, where, row in numbered:
+    for piece in pieces:
+        row = cast(Record, piece.item)
         tree_id = row.get("message_tree_id")
         if isinstance(tree_id, str) and _is_whole(row):
             if numbers.setdefault(tree_id, len(numbers)) % total == own:
                 trees.setdefault(tree_id, []).append({key: row.get(key) for key in KEPT_FIELDS})
         else:
-            expected = "texts in the fields message_tree_id, message_id, text and role, and none or one in parent_id"
-            rows.drop(MISSING_FIELD, f"{where}: expected {expected}; its fields are {', '.join(row) or 'none'}")
-    rows.check_any(len(numbers))
+            rows.drop(piece, MISSING_FIELD, expected=_EXPECTED)
+    rows.check_any()
     yield from trees.values()
 
 
@@ -275,3 +282,83 @@ def _thread(path: Sequence[Record], counters: Counter[str] | None) -> ChatSample
         messages = [ChatMessage(ROLES[record["role"]], record["text"].strip()) for record in path]
         return ChatSample(messages=messages, source=SOURCE, meta=meta)
     return None
+
+
+def _files(settings: Settings, root: Path | None) -> LocalFiles:
+    return mirror_files(settings, root, settings.oasst1_dataset, folders=("data",))
+
+
+def _load(request: LoadRequest) -> list[Part]:
+    samples = iter_oasst1_sft(
+        split="all",
+        seed=request.settings.seed,
+        shuffle_trees=False,
+        english_only=request.settings.oasst1_english_only,
+        max_messages=request.settings.oasst1_max_messages,
+        dataset_id=request.settings.oasst1_dataset,
+        partition=request.partition,
+        **request.reading,
+    )
+    return [(None, samples)]
+
+
+def _messages(request: LoadRequest) -> list[Part]:
+    """Each message once: threads of one tree share their first messages."""
+    settings = request.settings
+    trees = iter_oasst1_trees(
+        split="all",
+        source_root=settings.source_root,
+        dataset_id=settings.oasst1_dataset,
+        revision=request.revision,
+        counters=request.counters,
+    )
+    messages = (
+        PretrainSample(m["text"], SOURCE, {"id": m["message_id"], "message_tree_id": m["message_tree_id"]})
+        for m in chain.from_iterable(trees)
+        if m.get("lang") == "en" or not settings.oasst1_english_only
+    )
+    return [(None, messages)]
+
+
+SPEC = SourceSpec(
+    name="oasst1",
+    family="sft",
+    description="Token cache of OpenAssistant chats: every path from a root to a leaf of the message trees.",
+    credit=Credit("Apache-2.0", f"OpenAssistant Conversations by OpenAssistant, {HUB}OpenAssistant/oasst1"),
+    load=_load,
+    files=_files,
+    dataset="oasst1_dataset",
+    hub_splits=("train", "validation"),
+    reads=("oasst1_english_only", "oasst1_max_messages"),
+    partition_rule=TREES_RULE,
+    training_rank=4,
+    training_texts=_messages,
+    hub_text_bytes=120_000_000,
+)
+
+
+def _load_trees(request: LoadRequest) -> list[Part]:
+    """Load the threads of each tree, one after another."""
+    settings = request.settings
+    trees = iter_oasst1_trees(split="all", dataset_id=settings.oasst1_dataset, **request.reading)
+    threads = (
+        thread
+        for tree in trees
+        for thread in tree_threads(
+            tree,
+            english_only=settings.oasst1_english_only,
+            max_messages=settings.oasst1_max_messages,
+            counters=request.counters,
+        )
+    )
+    return [(None, threads)]
+
+
+TREES_SPEC = replace(
+    SPEC,
+    family="trees",
+    description="Message trees of OpenAssistant: each tree is one group, with a sequence for every thread that "
+    "ends with a reply. Folded, every message is in a batch once.",
+    load=_load_trees,
+    training_texts=None,
+)

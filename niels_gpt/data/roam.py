@@ -10,12 +10,15 @@ from functools import partial
 from pathlib import Path
 
 from niels_gpt.data.files import mirrors
-from niels_gpt.data.files.part import FilePart
+from niels_gpt.data.files.part import FilePart, is_first
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, REPAIRED, TOO_LARGE, read_text
 from niels_gpt.data.files.walk import walk_files
+from niels_gpt.data.local import LocalFiles
+from niels_gpt.data.spec import Credit, LoadRequest, Part, SourceSpec
 from niels_gpt.data.types import PretrainSample
 from niels_gpt.data.upstream_rows import UpstreamRows
 from niels_gpt.documents import Partition
+from niels_gpt.settings import Settings
 from niels_gpt.signals import GIT_LFS_POINTER
 from niels_gpt.storage.errors import SourceNotFound
 
@@ -84,7 +87,7 @@ def iter_notes(
     """Stream notes with meta["path"] relative to `folder`; a note that is too large counts as "too_large"."""
     rows = UpstreamRows(SOURCE, counters, max_document_bytes)
     for path in paths:
-        for text in rows.document(Path(path)):
+        if (text := rows.document(Path(path))) is not None:
             yield PretrainSample(text, SOURCE, {"path": os.path.relpath(path, folder)})
 
 
@@ -139,3 +142,45 @@ def split_roam_paths(paths: Sequence[str], *, val_frac: float = 0.1, seed: int) 
     chosen = set(order[:number].tolist())
     train = [path for index, path in enumerate(paths) if index not in chosen]
     return train, [path for index, path in enumerate(paths) if index in chosen]
+
+
+def _files(settings: Settings, root: Path | None) -> LocalFiles:
+    follow, links, forks = settings.follow_links, list[Path](), list[Path]()
+    folder = roam_dir_of(settings.source_root, roam_dir=settings.roam_dir, follow_links=follow)
+    files = tuple(Path(path) for path in list_roam_paths(folder, follow_links=follow, links=links, forks=forks))
+    if links and not files:
+        raise SourceNotFound(
+            f"expected .md files in {folder}, found symbolic links only, such as {min(links)}, which are not "
+            "followed: pass --follow-links if they may be"
+        )
+    return LocalFiles(folder, files, 0, links=tuple(links), resource_forks=len(forks))
+
+
+def _load(request: LoadRequest) -> Iterator[Part]:
+    """The notes of train, then of val. The split goes by file (PR-02); notes with equal text follow the first one."""
+    assert request.found is not None
+    if is_first(request.partition):
+        request.found.note_what_is_beside(request.counters)
+    yield from notes_by_split(
+        request.found.files,
+        folder=request.found.root,
+        val_frac=request.settings.roam_val_frac,
+        seed=request.settings.seed,
+        counters=request.counters,
+        max_document_bytes=request.settings.max_document_bytes,
+        partition=request.partition,
+    )
+
+
+SPEC = SourceSpec(
+    name="roam",
+    family="pretrain",
+    description="Token cache of a folder of markdown notes, split by file, with end-of-texts.",
+    credit=Credit("the notes' owner's", "the notes' owner"),
+    load=_load,
+    files=_files,
+    split_rule="by file: of n distinct texts in order of path, the first max(1, int(n * val_frac)) of "
+    "torch.randperm(n) seeded with seed go to val (none where n = 1 or val_frac = 0); equal ones follow",
+    val_frac="roam_val_frac",
+    training_rank=1,
+)

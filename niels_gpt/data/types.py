@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from niels_gpt.documents import Rollout
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class TextBlock:
     ids: list[str]
     """Each document's id in its source: see source_id."""
     position: dict[str, list[int]] = field(default_factory=dict)
-    """Each document's position: see data.files.rows.Position; {} if nobody records it."""
+    """Each document's position: see data.reader.Position; {} if nobody records it."""
 
 
 @dataclass(frozen=True)
@@ -72,27 +70,10 @@ class RawChat:
 
 
 @dataclass(frozen=True, eq=False)
-class SampledSequence:
-    """One recorded sequence of token ids. P is prompt_length, or 0 where that is not known."""
-
-    ids: NDArray[np.int64]
-    """int64 [L]: prompt and completion."""
-    prompt_length: int
-    """Tokens of the prompt; -1: not known."""
-    loss_mask: NDArray[np.bool_] | None = None
-    """bool [L]: which ids carry loss; None: not stated."""
-    logprobs: NDArray[np.float32] | None = None
-    """float32 [L - P]: of each id of the completion, by the model that sampled it."""
-    advantage: float | NDArray[np.float32] | None = None
-    """Of the sample, or float32 [L - P] of each id of the completion."""
-    reward: float | None = None
-
-
-@dataclass(frozen=True, eq=False)
 class SequenceGroup:
     """Recorded sequences that belong together, such as the completions of one prompt."""
 
-    samples: list[SampledSequence]
+    samples: list[Rollout]
     source: str
     meta: dict[str, Any] = field(default_factory=dict)
     """With "id", the group's name, if the source has one."""

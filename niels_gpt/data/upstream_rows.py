@@ -1,84 +1,34 @@
-"""What the loaders of built-in sources share: reading a mirror or the hub, and which rows are dropped and counted."""
+"""Rows of a built-in source, from a mirror's files or from the hub: how each is numbered, and which are too large."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from niels_gpt.data.files import mirrors
-from niels_gpt.data.files.columns import Columns, Reading, rows_or_columns
-from niels_gpt.data.files.part import FilePart, Share, is_first
-from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position
-from niels_gpt.data.files.text import (
-    MAX_DOCUMENT_BYTES,
-    MISSING_FIELD,
-    NOT_FETCHED,
-    TOO_LARGE,
-    Problem,
-    UnusableFile,
-    count,
-    has_other_text,
-    is_empty_file,
-    is_pointer,
-    note,
-    packed_suffix,
-    read_text,
-)
-from niels_gpt.data.types import PretrainSample, TextBlock, source_id
-from niels_gpt.documents import Partition
+from niels_gpt.data.files.part import is_first
+from niels_gpt.data.files.rows import TABLE_SUFFIXES, Columns
+from niels_gpt.data.files.text import Problem
+from niels_gpt.data.reader import TEXT_FIELDS, Piece, SourceReader
+from niels_gpt.data.types import PretrainSample, source_id
 from niels_gpt.hub import datasets as hub
-from niels_gpt.signals import GIT_LFS_POINTER, OTHER_TEXT_FIELD
 from niels_gpt.storage.errors import SourceError
 
 T = TypeVar("T")
-Row = dict[str, Any]
-NumberedRows = Iterator[tuple[int | str, str, Row]]
-"""The row's number from 0, counting dropped rows, in a partition PATH#ROW; its file and row, for messages; the row."""
-TEXT_FIELDS = ("text", "content", "document")
 _ID_FIELDS = ("id", "path", "row")  # what source_id reads
 _MAX_META_CHARS = 1_000  # a URL fits, a second copy of the text does not
 _MAX_ESCAPED_BYTES = 6  # of one character in JSON: \u0000
 
 
-@dataclass(frozen=True)
-class NumberedColumns:
-    """Rows of a file as columns, in place of NumberedRows."""
+class UpstreamRows(SourceReader):
+    """Rows of one built-in source. Their numbers count dropped rows; in a partition a row's name is PATH#ROW."""
 
-    indexes: Sequence[int | str]
-    """Of the rows, as in NumberedRows."""
-    rows: Columns
-    position: dict[str, list[int]]
-
-
-Pieces = Iterator[tuple[int | str, str, Row] | NumberedColumns] | NumberedRows
-"""NumberedRows, in which columns may stand for rows of a file."""
-
-
-class UpstreamRows:
-    """The rows of one built-in source. Dropped rows are counted, and the first of each reason is logged."""
-
-    def __init__(
-        self,
-        source: str,
-        counters: Counter[str] | None,
-        max_document_bytes: int = MAX_DOCUMENT_BYTES,
-        partition: Partition | None = None,
-    ) -> None:
-        """partition: whose rows alone are read."""
-        self.source = source
-        self._partition = partition
-        self.counters: Counter[str] = Counter() if counters is None else counters
-        self._limit = max_document_bytes
-        self._dropped: Counter[str] = Counter()
-        self._first_problem = ""
-        self._num_read = 0  # rows of files, dropped ones included
-        self._resumed = False
+    number_name = "read"
+    numbers_dropped = True
 
     def read(
         self,
@@ -97,23 +47,23 @@ class UpstreamRows:
         inner_folders: Sequence[str] = (),
         suffixes: Sequence[str] = TABLE_SUFFIXES,
         book_suffixes: tuple[str, ...] = (),
-        position: dict[str, int] | None = None,
-    ) -> NumberedRows:
+    ) -> Iterator[Piece]:
         """Yield the rows of a split, from a mirror's files or from the hub.
 
         config, streaming, revision, shuffle_seed, shuffle_buffer: for the hub alone.
         all_splits: the splits that "all" stands for on the hub.
-        folder, inner_folders, suffixes, follow_links: as mirrors.split_files; folder: "" for the dataset's id.
-        book_suffixes: of a mirror's files that are one row each. position: see rows.Position.
-        Raises: FileNotFoundError, by the call itself, if a mirror has no such files; ValueError for a damaged file.
+        folder: in the mirror; "": the dataset's id. inner_folders, suffixes, follow_links: see mirrors.split_files.
+        book_suffixes: endings of a mirror's files that are one document each.
+        Raises: SourceNotFound E301, by the call itself, if a mirror has no such files; SourceError E302 for a damaged
+            file.
         """
         root = mirrors.mirror_root(source_root)
         if root is None:
             splits = all_splits if split == "all" and all_splits else (split,)
             how: dict[str, Any] = {"config": config, "revision": revision}
             how |= {"shuffle_seed": shuffle_seed, "shuffle_buffer": shuffle_buffer}
-            if self._partition is not None:
-                named = (hub.rows_of_partition(dataset_id, self._partition, split=name, **how) for name in splits)
+            if self.partition is not None:
+                named = (hub.rows_of_partition(dataset_id, self.partition, split=name, **how) for name in splits)
                 return self.of_hub(chain.from_iterable(named), dataset_id)
             rows = (hub.rows(dataset_id, split=name, streaming=streaming, **how) for name in splits)
             return self.of_hub(enumerate(chain.from_iterable(rows)), dataset_id)
@@ -124,109 +74,60 @@ class UpstreamRows:
             suffixes=suffixes,
             folders=inner_folders,
             follow_links=follow_links,
-            counters=self.counters if is_first(self._partition) else None,
+            counters=self.counters if is_first(self.partition) else None,
         )
-        within = root / (folder or dataset_id)
-        return cast(NumberedRows, self.of_files(paths, folder=within, book_suffixes=book_suffixes, position=position))
+        return self.of_files(paths, folder=root / (folder or dataset_id), book_suffixes=book_suffixes)
 
     def of_files(
-        self,
-        paths: Sequence[Path],
-        *,
-        folder: Path,
-        book_suffixes: tuple[str, ...] = (),
-        position: dict[str, int] | None = None,
-        blocks: bool = False,
-    ) -> Pieces:
-        """Yield the rows of files in order. blocks: usual rows with a text as columns; the rest: as `read`.
+        self, paths: Sequence[Path], *, folder: Path, book_suffixes: tuple[str, ...] = (), blocks: bool = False
+    ) -> Iterator[Piece]:
+        """Yield the rows of files in order; blocks: usual rows with a text as columns.
 
         folder: above the files. Their paths below it are the ids of books, and name the rows of a partition.
         """
-        place = Position(None if book_suffixes else position)
-        self._num_read += place.number("read")
-        self._resumed = place.resumed
-        part = FilePart(self._partition, len(paths))
-        for file, path in enumerate(paths):
-            share = part.share(file)
-            if share is None or place.skips_file(file):
-                continue
-            name = path.relative_to(folder).as_posix()
-            if not path.name.endswith(book_suffixes):
-                yield from self._of_table(path, file, share, name, place, blocks)
-            elif share.has(0):
-                self._num_read += 1
-                for text in self.document(path):
-                    yield self._num_read - 1, str(path), {"text": text, "path": name}
-
-    def _of_table(self, path: Path, file: int, share: Share, name: str, position: Position, blocks: bool) -> Pieces:
-        def drop(problem: Problem) -> None:
-            self._num_read += problem.rows
-            self.drop(problem.reason, problem, problem.rows)
-
-        reading = Reading(
+        return self.pieces(
+            paths,
+            lambda path: path.relative_to(folder).as_posix(),
+            lambda path: path.name.endswith(book_suffixes),
             texts=TEXT_FIELDS if blocks else (),
             others=_ID_FIELDS,
-            counters=self.counters,
-            unreadable=drop,
-            max_document_bytes=self._limit,
-            skip_to=position.last_skipped_row(file),
-            share=share,
         )
-        in_partition = self._partition is not None
-        for item in rows_or_columns(path, reading):
-            first = self._num_read
-            if isinstance(item, Columns):
-                self._num_read += len(item.texts)
-                indexes = (
-                    [f"{name}#{number}" for number in item.numbers] if in_partition else range(first, self._num_read)
-                )
-                places = position.set_all(file, item.numbers, read=range(first + 1, self._num_read + 1))
-                yield NumberedColumns(indexes, item, places)
-            else:
-                number, row = item
-                self._num_read += 1
-                position.set(file, number, read=self._num_read)
-                yield f"{name}#{number}" if in_partition else first, f"{path}, row {number}", row
 
-    def document(self, path: Path) -> Iterator[str]:
-        """Yield the text of a file, or nothing if it is too large, compressed and empty, or a pointer of git-lfs."""
-        if packed_suffix(path.name) and is_empty_file(path, self.counters):
-            return
-        try:
-            yield read_text(path, counters=self.counters, max_document_bytes=self._limit)
-        except UnusableFile as error:
-            self.drop(error.reason, str(error))
-
-    def of_hub(self, indexed: Iterable[tuple[int | str, Row]], dataset_id: str) -> NumberedRows:
-        """Yield the hub's rows. A row's size is that of its line in a snapshot, so that both drop the same rows."""
+    def of_hub(self, indexed: Iterable[tuple[int | str, dict[str, Any]]], dataset_id: str) -> Iterator[Piece]:
+        """Yield the hub's rows. A row's size is the size of its line in a snapshot, so that both drop the same rows."""
         for index, row in indexed:
             where = f"{dataset_id}, row {index}"
             if self._is_too_large(row):
-                self.drop(TOO_LARGE, Problem.too_large(where, self._limit))
+                self._reject(Problem.too_large(where, self._limit))
             else:
-                yield index, where, row
+                self._kept += 1
+                yield Piece(row, where, index=index)
 
-    def drop(self, reason: str, problem: str, number: int = 1) -> None:
-        """Count rows that cannot be used."""
-        self._dropped[reason] += number
-        self._first_problem = self._first_problem or problem
-        note(self.counters, reason, problem, number)
-
-    def check_any(self, kept: int) -> None:
-        """Raise ValueError, at the end of the rows, if rows were dropped and none was kept.
-
-        Not in a partition: others may have rows that can be used.
-        """
-        if self._dropped and not kept and not self._resumed and self._partition is None:
-            reasons = ", ".join(f"{reason} {number:,}" for reason, number in sorted(self._dropped.items()))
-            raise SourceError(
-                f"{self.source}: not one row can be used ({reasons}); the first: {self._first_problem}", code="E303"
-            )
-
-    def _is_too_large(self, row: Row) -> bool:
+    def _is_too_large(self, row: dict[str, Any]) -> bool:
         if _num_chars(row) * _MAX_ESCAPED_BYTES < self._limit:
             return False
         return len(json.dumps(row, ensure_ascii=False, default=str).encode(errors="replace")) >= self._limit
+
+    def index_of(self, piece: Piece) -> int | str:
+        """Return a row's number in the source from 0; in a partition its name PATH#ROW, or a book's own number."""
+        return piece.index if self.partition is None or not piece.row else f"{piece.name}#{piece.row}"
+
+    def meta(self, piece: Piece) -> dict[str, Any]:
+        """Return the row's small scalar fields, or a book's path, and "index"."""
+        fields = _small_fields(piece.item) if isinstance(piece.item, dict) else {"path": piece.name}
+        return {**fields, "index": self.index_of(piece)}
+
+    def ids(self, piece: Piece, rows: Columns) -> list[str]:
+        """Return the ids that `source_id` returns for the samples of a piece's rows."""
+        ids: list[str] = []
+        for at, number in enumerate(rows.numbers):
+            row = {name: values[at] for name, values in rows.fields.items()}
+            if type(own := row.get("id")) is str and len(own) <= _MAX_META_CHARS:
+                ids.append(own)
+            else:
+                index = int(piece.index) + at if self.partition is None else f"{piece.name}#{number}"
+                ids.append(source_id(PretrainSample("", self.source, {**_small_fields(row), "index": index})))
+        return ids
 
 
 def _num_chars(value: Any) -> int:
@@ -236,22 +137,6 @@ def _num_chars(value: Any) -> int:
     if isinstance(value, dict):
         return sum(len(str(key)) + 4 + _num_chars(item) for key, item in value.items())
     return sum(map(_num_chars, value)) if isinstance(value, list | tuple) else 24
-
-
-def samples_of_rows(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[PretrainSample]:
-    """Turn rows into documents, as `texts_of_rows`; meta has the row's small scalar fields and "index"."""
-    return cast(Iterator[PretrainSample], documents_of_pieces(numbered, rows))
-
-
-def documents_of_pieces(pieces: Pieces, rows: UpstreamRows) -> Iterator[PretrainSample | TextBlock]:
-    """Turn rows into documents as `samples_of_rows`, and columns into blocks of them."""
-    for piece in _with_texts(pieces, rows):
-        if isinstance(piece, NumberedColumns):
-            ids = list(_ids_of(piece, rows.source))
-            yield TextBlock(rows.source, piece.rows.texts, ids, piece.position)
-        else:
-            index, row, text = piece
-            yield PretrainSample(text=text, source=rows.source, meta={**_small_fields(row), "index": index})
 
 
 def _small_fields(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,52 +149,11 @@ def _small_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ids_of(piece: NumberedColumns, source: str) -> Iterator[str]:
-    """Yield what source_id returns for the samples of these rows."""
-    fields = piece.rows.fields
-    for at in range(len(piece.rows.texts)):
-        row = {name: values[at] for name, values in fields.items()}
-        if type(own := row.get("id")) is str and len(own) <= _MAX_META_CHARS:
-            yield own
-        else:
-            yield source_id(PretrainSample("", source, {**_small_fields(row), "index": piece.indexes[at]}))
-
-
-def texts_of_rows(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[tuple[int | str, Mapping[str, Any], str]]:
-    """Yield each row's index as in NumberedRows, the row, and its text, blank texts included.
-
-    A row without a text counts as "missing_field". Raises: ValueError at the end if no row has one.
-    """
-    return cast(Iterator[tuple[int | str, Mapping[str, Any], str]], _with_texts(numbered, rows))
-
-
-def _with_texts(
-    pieces: Pieces, rows: UpstreamRows
-) -> Iterator[tuple[int | str, Mapping[str, Any], str] | NumberedColumns]:
-    kept = 0
-    for piece in pieces:
-        if isinstance(piece, NumberedColumns):
-            kept += len(piece.rows.texts)
-            yield piece
-            continue
-        index, where, row = piece
-        try:
-            text = row_text(row)
-        except ValueError as error:
-            rows.drop(MISSING_FIELD, f"{where}: {error}")
-            continue
-        if is_pointer(text):
-            rows.drop(GIT_LFS_POINTER, f"{where}: {NOT_FETCHED}")
-            continue
-        if has_other_text([row[name] for name in TEXT_FIELDS if isinstance(row.get(name), str)]):
-            count(rows.counters, OTHER_TEXT_FIELD)
-        kept += 1
-        yield index, row, text
-    rows.check_any(kept)
-
-
 def row_text(sample: Mapping[str, Any]) -> str:
-    """Return the first of text, content, document that is a string; ValueError listing the keys if none is (PR-02)."""
+    """Return the first of text, content, document that is a string (PR-02).
+
+    Raises: SourceError E304 if none is; the message lists the keys.
+    """
     for key in TEXT_FIELDS:
         if isinstance(sample.get(key), str):
             return str(sample[key])
@@ -320,7 +164,7 @@ def row_text(sample: Mapping[str, Any]) -> str:
 
 
 def check_take(take: int | None) -> None:
-    """Raise ValueError for a negative limit; None stands for no limit."""
+    """Check a limit of samples. Raises: ValueError if it is negative; None stands for no limit."""
     if take is not None and take < 0:
         raise ValueError(f"cannot take {take} samples; expected None or a number of at least 0")
 

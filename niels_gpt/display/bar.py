@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from niels_gpt.progress import Progress
+from niels_gpt.work import Progress
 
 LINE_EVERY_S = 10.0
 _drawing: list[int] = []

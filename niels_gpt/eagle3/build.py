@@ -1,13 +1,13 @@
-"""A plan, its samples and the target -> a cache folder: the order of all writes, by any number of processes.
+"""Builds a cache folder from a plan, its samples and the target: decides the order of all writes.
 
-The files are written in this order, each one complete and durable before the next: sidecar/plan.json, the rest of the
-plan, the samples, manifest.json, the target's weights and then their receipt, each shard and then its receipt, and at
-the end meta.json. So a shard with a receipt is finished, a folder with a meta.json is a finished cache, and a run that
-was killed is resumed by making the shards without a receipt.
+Each file is complete and durable before the next is written: sidecar/plan.json, batches and samples, manifest.json, the
+target's weights, their receipt, then each shard followed by its receipt, and at the end meta.json. So a shard with a
+receipt is finished, a folder with a meta.json is a finished cache, and resuming a killed run means building the shards
+without a receipt.
 
-Of several runs with `part` in one folder, the first writes all that comes before the weights, while it holds the
-folder's lock; one writes the weights; each makes its shards, and `seal` writes meta.json. Parts that were made in
-folders of their own are linked into one folder, which is sealed: `join`.
+Several runs may each build a partition (`part`) in one folder. The first writes everything before the weights, holding
+the folder's lock; one writes the weights; each builds its shards; `seal` writes meta.json. Partitions built in folders
+of their own are linked into one folder and sealed: `join`.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ from niels_gpt.eagle3.shard_units import SHARDS, PlannedFolder
 from niels_gpt.eagle3.totals import Counts, complete_meta, finish, has_target_weights
 from niels_gpt.eagle3.workers import Found, Job, Load, Workers
 from niels_gpt.engine.units import Commands, not_finished, states_of
-from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.fresh_folder import fresh_folder
 from niels_gpt.storage.locks import check_lease, file_lock, is_lost
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +95,9 @@ class Produced(NamedTuple):
     """The result of a run."""
 
     meta: dict[str, Any]
-    """The cache's meta.json; empty after a run with `part` in a folder that is not sealed."""
+    """The cache's meta.json; empty after a partition, in a folder that is not sealed."""
     shards: int
-    """Shards that this run made; 0 where none was missing."""
+    """Shards that this run built; 0 if none was missing."""
     is_described: bool = False
     """Whether the run wrote meta.json."""
 
@@ -122,28 +122,29 @@ def make_target_cache(
     progress: Progress | None = None,
     start: str = "spawn",
 ) -> Produced:
-    """Make a cache of the caller's tokenized samples and target, or the shards that are still missing.
+    """Build a cache from the caller's tokenized samples and target, or the shards that are still missing.
 
-    What `niels-gpt eagle3 precompute` does with chats and a target by name; docs/formats.md describes the files.
+    `niels-gpt eagle3 precompute` does the same with chats and a target by name. docs/formats.md describes the files.
 
     rows: each with `id`, and `input_ids` and `loss_mask` of equal length, raw and unpadded.
-    load: returns the target on a device, a causal language model as transformers has them; pickled for workers.
-    manifest: the keys of manifest.json without num_samples, and without num_shards, head and conventions in a native
-        one. Its form is format_version and target_probs_topk.
-    tokenizer, target, source, dropped: recorded in the plan; tokenizer needs `pad_id` and `sha256`, target `vocab_size`
-        and `hidden_size`. A run with others is another plan.
-    run: how the target is run, recorded too: device, threads, attention, compute_dtype; None: as it is here, with
-        the threads that torch has.
-    batch_size, max_batch_tokens: rows of a forward pass, and rows times width, at most.
-    workers: processes; the bytes do not depend on it. resume: continue what the folder holds.
-    part: (i, N), i from 1: make only the shards whose index divided by N leaves i - 1, also beside other parts in the
-        same folder, which `niels-gpt seal` finishes; code: of this machine, which all parts must have in common.
-    progress: called with the bytes that this run wrote, the tokens that are done, and all tokens.
-    start: how processes are started, spawn or fork.
-    Raises: ValueError for a sample that has no token or is longer than seq_length, and (E705) for a target that does
-        not run or has other sizes; CacheError where the folder holds another cache (E703, E704), another process writes
-        it (E503), the disk has no room (E501), or a draft could learn nothing (E709); NonFiniteError (E708) naming
-        sample and layer; OSError; RuntimeError (E506) where a worker died. Finished shards stay.
+    load: returns the target, a causal language model of transformers, on a device; pickled for workers.
+    manifest: the keys of manifest.json without num_samples; a native one also without num_shards, head and conventions.
+        format_version and target_probs_topk decide the form.
+    tokenizer, target, source, dropped: recorded in the plan; another value makes another plan. tokenizer needs `pad_id`
+        and `sha256`, target needs `vocab_size` and `hidden_size`.
+    run: how the target is run, also recorded: device, threads, attention, compute_dtype; None: this machine's device
+        and torch's number of threads.
+    batch_size, max_batch_tokens: most rows, and most rows times width, of a forward pass.
+    workers: number of processes; never changes the bytes. resume: continue what the folder holds.
+    part: (i, N), i from 1: build only the shards whose index modulo N is i - 1; other partitions may run in the same
+        folder, and `niels-gpt seal` finishes it. code: identity of this machine's code, which must be equal for all
+        partitions.
+    progress: called with the bytes this run wrote, the finished tokens, and all tokens.
+    start: how processes are started: spawn or fork.
+    Raises: ValueError for a sample without a token or longer than seq_length, and (E705) for a target that does not run
+        or has other sizes; CacheError for a folder that holds another cache (E703, E704) or that another process writes
+        (E503), a disk without room (E501), and a cache from which a draft could learn nothing (E709); NonFiniteError
+        (E708) naming sample and layer; OSError; RuntimeError (E506) if a worker died. Finished shards stay.
     """
     samples = Samples.of_rows(rows)
     plan = make_plan(
@@ -163,43 +164,42 @@ def make_target_cache(
 
 @dataclass
 class TargetRun:
-    """A cache that is made in a folder: its plan, its samples, its target, and how the work is done."""
+    """One run that builds a cache in a folder: plan, samples, target, and how to work."""
 
     folder: Path
     plan: TargetPlan
     samples: Samples
     load: Load
-    """Returns the target on a device. Called once in each process where work is left, and once for a native cache that
-    is not finished, whose manifest is not believed about the target's head."""
+    """Returns the target on a device. Called once in each process that has work, and once for a native cache that lacks
+    nothing but meta.json, as its manifest is not trusted about the target's head."""
     named: Path | None = None
-    """What errors and warnings about the finished cache call the folder, where it gets another name later."""
+    """Name of the folder in errors and warnings, if it gets another name later."""
     workers: int = 1
-    """Processes; 1 does the work in this one. The bytes do not depend on it."""
+    """Number of processes; 1: this one. Never changes the bytes."""
     resume: bool = False
-    """Whether what is there is continued; a part always is."""
+    """Continue what the folder holds; a partition always does."""
     part: Part | None = None
-    """(i, N), i from 1, the command's --partition i - 1 --partitions N: make only the shards whose index divided by N
-    leaves i - 1, and no meta.json, also beside other parts that are being made in the same folder; `seal` ends it."""
+    """(i, N), i from 1, for --partition i - 1 --partitions N: build only the shards whose index modulo N is i - 1, and
+    no meta.json. Other partitions may run in the same folder; `seal` finishes it."""
     code: Mapping[str, Any] = field(default_factory=dict)
-    """Of this machine, which all parts must have in common."""
+    """Identity of this machine's code, which must be equal for all partitions."""
     command: Sequence[str] = ()
     """See `partitions.fix_settings`."""
     claimed: Callable[[], AbstractContextManager[object]] = nullcontext
-    """A context that is held until the part is locked. An error of it ends the run before anything is written."""
+    """Context that is held until the partition is locked. Its error ends the run before anything is written."""
     progress: Progress | None = None
-    """Items are the bytes that this run wrote, units are tokens; first called with the tokens already done."""
+    """Called with the bytes this run wrote, finished tokens and all tokens; first with the tokens already finished."""
     start: str = "spawn"
-    """How processes are started: spawn, or fork where nothing has used torch's threads yet."""
+    """How processes are started: spawn, or fork if nothing has used torch's threads yet."""
 
     def make(self) -> Produced:
-        """Make the cache, or what is missing of it. Before anything is written, the target is run over a few tokens.
+        """Build the cache, or its missing files. The target runs over a few tokens before anything is written.
 
-        Raises: CacheError where the folder may not be continued (E703, E704, E712, see `finished_shards`), where the
-            disk has no room (E501), before anything is written, while another process writes the cache or a shard of
-            this part (E503), and where a draft could learn nothing (E709); ValueError (E705) where the target does not
-            run or has other sizes than planned; NonFiniteError naming sample and layer; OSError on a full disk;
-            RuntimeError where a worker died; what `load` raises. Finished shards then stay, and a run with `resume`
-            makes the others.
+        Raises: CacheError for a folder that must not be continued (E703, E704, E712; see `finished_shards`), a disk
+            without room (E501), another process that writes the cache or a shard of this partition (E503), or a cache
+            from which a draft could learn nothing (E709); ValueError (E705) for a target that does not run or has other
+            sizes than planned; NonFiniteError naming sample and layer; OSError on a full disk; RuntimeError if a worker
+            died; the errors of `load`. Finished shards stay; a run with `resume` builds the others.
         """
         done = finished_shards(self.folder, self.plan, resume=self.resume, part=self.part)
         refuse_without_room(self.folder, estimate(self.folder, self.plan, self.samples, done=done, part=self.part))
@@ -208,6 +208,7 @@ class TargetRun:
             return Produced(finished_meta(self.folder, self.plan) or {}, 0)
         found, number = self._recorded_head(), max(1, min(self.workers, len(left)))
         with Workers(self.plan, self.samples, self.load, number, start=self.start) as workers:
+            # Before the first write, so that a target that cannot run leaves no folder behind.
             if left or (self.plan.is_native and found is None):
                 found = workers.tried()
             if found is not None:
@@ -218,18 +219,19 @@ class TargetRun:
 
     @property
     def _wanted(self) -> list[int]:
-        """The shards of the part, or all of them."""
+        """The shards of the partition, or all of them."""
         return shards_of_part(self.plan.num_shards, self.part)
 
     def _left(self) -> list[int]:
-        """Return the shards to make, now that the lock is held: another run may have made some meanwhile."""
+        """Return the shards to build, now that the lock is held: another run may have built some meanwhile."""
         done = finished_shards(self.folder, self.plan, resume=self.resume, part=self.part)
         return [shard for shard in self._wanted if shard not in done]
 
     def _whole(self, workers: Workers) -> Produced:
-        """Make all that is missing."""
+        """Build everything that is missing."""
         with _alone_in(self.folder) as lock:
             left = self._left()
+            # Asked again under the lock: another run may have sealed the folder since `make` looked.
             meta = None if left else complete_meta(self.folder, self.plan)
             made = Produced(meta or {}, len(left), meta is None)
             if meta is None:
@@ -243,13 +245,13 @@ class TargetRun:
         return made
 
     def _part(self, part: Part, workers: Workers) -> Produced:
-        """Make what is missing of a part. Other parts may be made at the same time."""
+        """Build what a partition lacks. Other partitions may run at the same time."""
         folder, lock = self.folder, self.folder / SIDECAR / LOCK_NAME
         with ExitStack() as held:
             with self.claimed(), file_lock(lock, folder, "is being written", wait=True):
                 refuse_running(folder, part)
                 left = self._left()
-                if not left and self._has_all_but_shards():  # another machine has made them meanwhile
+                if not left and self._has_all_but_shards():  # another machine has built them meanwhile
                     return Produced(finished_meta(folder, self.plan) or {}, 0)
                 refuse_other_manifest(folder, self.plan, part)
                 refuse_other_code(folder, self.code)
@@ -257,6 +259,7 @@ class TargetRun:
                 with self._cleaned_up(lock):
                     self._write_plan()
                     fix_settings(folder, self.code, self.command)
+                # Taken under the folder's lock: a process that holds that and finds no partition locked is alone.
                 lock_of_part = held.enter_context(part_lock(folder, part))
             with self._cleaned_up(lock_of_part), weights_claim(folder) as (lock_of_weights, is_ours):
                 self._make(workers, left, [lock_of_part, lock_of_weights], may_write_weights=is_ours)
@@ -265,9 +268,9 @@ class TargetRun:
     def _make(
         self, workers: Workers, left: list[int], locks: Sequence[Path], *, may_write_weights: bool = True
     ) -> None:
-        """Make those shards that are left, and the target's weights if they are missing.
+        """Build the shards `left`, and the target's weights if they are missing.
 
-        locks: that are held. A lost lease ends it before the next shard is created or gets its name.
+        locks: held by this run. A lost lease ends it before the next shard is created or renamed.
         """
 
         def check() -> None:
@@ -280,7 +283,7 @@ class TargetRun:
             workers.make(Job(os.fspath(self.folder), self.plan, weights), left, written, check)
 
     def _reporting(self, left: list[int]) -> Callable[[int, int], None]:
-        """Return what adds up the tokens and bytes that the workers report, for `progress`."""
+        """Return a function that adds up the workers' tokens and bytes for `progress`."""
         starts, firsts, total = self.samples.starts, self.plan.firsts, len(self.samples.ids)
         done = total - sum(int(starts[firsts[shard + 1]] - starts[firsts[shard]]) for shard in left)
         num_bytes = 0
@@ -295,9 +298,9 @@ class TargetRun:
         return add
 
     def _recorded_head(self) -> Found:
-        """Return what the manifest of a finished native cache states of the target's head; None for any other folder.
+        """Return the target's head as a finished native cache's manifest states it; None for any other folder.
 
-        meta.json has the same, and its own checksum: a manifest that differs from it is not believed.
+        meta.json repeats these keys and has its own checksum: a manifest that differs from it is not trusted.
         """
         with suppress(FileNotFoundError, CacheError):
             if self.plan.is_native and (meta := finished_meta(self.folder)) is not None:
@@ -307,7 +310,7 @@ class TargetRun:
         return None
 
     def _has_all_but_shards(self) -> bool:
-        """Return whether the folder has all files of the plan but shards: a part with all its shards has no work."""
+        """Return whether every file of the plan but shards is there: a partition with all its shards is then done."""
         files = {name: hashlib.sha256(content).hexdigest() for name, content in self.plan.sidecar_files().items()}
         with suppress(FileNotFoundError, CacheError):
             return (
@@ -318,10 +321,11 @@ class TargetRun:
         return False
 
     def _write_plan(self) -> None:
-        """Write what comes before the weights, if it is not there yet. `finished_shards` has refused other caches."""
+        """Write what comes before the weights, unless it is there. `finished_shards` has refused other caches."""
         folder, plan = self.folder, self.plan
         self._remove_leftovers()
-        if (folder / META_NAME).is_file():  # the cache is not complete any more
+        # First of all writes: with meta.json gone, no reader takes the folder for finished while files change.
+        if (folder / META_NAME).is_file():
             fileio.remove(folder / META_NAME)
             fileio.fsync_dir(folder)
         write_sidecar(folder, plan, self.samples)
@@ -334,9 +338,9 @@ class TargetRun:
 
     @contextmanager
     def _cleaned_up(self, lock: Path) -> Iterator[None]:
-        """Say on a full disk, or another error of it, what is kept, and remove the temporary files of the block.
+        """Add the number of kept shards to an OSError of the block; remove the block's temporary files.
 
-        lock: where its lease was lost, the files may be another run's.
+        lock: if its lease was lost, the files may be another run's and stay.
         """
         try:
             yield
@@ -353,14 +357,14 @@ class TargetRun:
                     self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Remove temporary files; a part removes those of its shards alone, as other parts may be running."""
+        """Remove temporary files; a partition removes only its shards' files, as other partitions may be running."""
         for path in leftovers(self.folder, None if self.part is None else self._wanted):
             fileio.remove(path)
 
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[Path]:
-    """Hold a folder's lock while no part of it is running; yield the lock."""
+    """Hold a folder's lock, and make sure that no partition is running; yield the lock."""
     lock = folder / SIDECAR / LOCK_NAME
     with file_lock(lock, folder, "is being written", wait=False):
         refuse_running(folder)
@@ -373,8 +377,9 @@ def _warn_of_few_positions(cache: Path, meta: dict[str, Any]) -> None:
 
 
 def write_sidecar(folder: Path, plan: TargetPlan, samples: Samples) -> None:
-    """Write the plan's own files and the samples, if they are not there yet."""
-    for name, content in plan.sidecar_files().items():  # plan.json comes first
+    """Write the plan's files and the samples, unless they are there."""
+    # plan.json first: a folder with any other file but no plan is refused as another tool's.
+    for name, content in plan.sidecar_files().items():
         _write_if_other(folder / SIDECAR / name, content)
     paths = {folder / SIDECAR / name: sha256 for name, sha256 in samples.checksums.items()}
     missing = {path.name for path, sha256 in paths.items() if not _has_sha256(path, sha256)}
@@ -384,7 +389,7 @@ def write_sidecar(folder: Path, plan: TargetPlan, samples: Samples) -> None:
 
 
 def _has_sha256(path: Path, sha256: str) -> bool:
-    """Return whether a file is there with these bytes. One that is almost all holes is not read."""
+    """Return whether a file has this sha256. A file that is almost all holes is not read."""
     with suppress(CacheError):
         return file_sha256(path) == sha256
     return False
@@ -404,7 +409,7 @@ class Sealed(NamedTuple):
     meta: dict[str, Any]
     """Its meta.json."""
     is_new: bool
-    """Whether meta.json was written; else the cache was sealed before."""
+    """Whether meta.json was written now; False if the cache was already sealed."""
 
 
 def seal(
@@ -415,14 +420,15 @@ def seal(
     commands: Commands | None = None,
     progress: Progress | None = None,
 ) -> Sealed:
-    """Check all that the parts have made, and write meta.json. A sealed cache is left as it is.
+    """Check everything that the partitions built, and write meta.json. A sealed cache is left as it is.
 
-    named: what errors call the folder, where it gets another name later. commands: that errors name; None: the ones of
-    `niels-gpt eagle3 precompute`. deep: read all shards; else receipts and sizes alone.
-    progress: receives shards, bytes read, and bytes to read in all.
-    Raises: CacheError (E712) naming each shard that is not finished, with the commands that make it again, and where
-        the plan, the samples or the target's weights are missing or damaged; CacheError while a part is being made, and
-        where a draft could learn nothing; OSError.
+    named: what errors call the folder, if it gets another name later.
+    commands: named by errors; None: the ones of `niels-gpt eagle3 precompute`.
+    deep: read all shards; False: compare receipts and sizes only.
+    progress: called with shards, bytes read, and all bytes to read.
+    Raises: CacheError E712 for unfinished shards, with the commands that build them, and for a missing or damaged plan,
+        samples or weights; CacheError E503 while a partition is being built; CacheError E709 if a draft could learn
+        nothing; OSError.
     """
     folder = Path(cache_dir)
     refuse_links(folder)
@@ -447,7 +453,7 @@ def _sealed(
     progress: Progress | None = None,
     check: Callable[[], object] = lambda: None,
 ) -> Sealed:
-    """Seal a folder that nobody else writes. check: raises CacheError where its lease was lost."""
+    """Seal a folder that nobody else writes. check: raises CacheError if the lease was lost."""
     plan = _plan_of(folder, named, commands)
     if (meta := complete_meta(folder, plan)) is not None:
         return Sealed(meta, False)
@@ -459,7 +465,7 @@ def _sealed(
 
 
 def _shared_files(folder: Path, plan: TargetPlan) -> dict[str, bool]:
-    """Return the files of samples and of the target's weights, by name, and whether each is there undamaged."""
+    """Return the files of samples and weights by name, and whether each is there undamaged."""
     samples = {SAMPLES_NAME: plan.samples["sha256"], IDS_NAME: plan.samples["ids_sha256"]}
     found = {f"{SIDECAR}/{name}": _has_sha256(folder / SIDECAR / name, sha256) for name, sha256 in samples.items()}
     weights, receipt = (WEIGHTS_NAME, WEIGHTS_RECEIPT) if plan.is_native else (EMBEDDINGS_NAME, EMBEDDINGS_RECEIPT)
@@ -467,7 +473,7 @@ def _shared_files(folder: Path, plan: TargetPlan) -> dict[str, bool]:
 
 
 def _refuse_unfinished(plan: PlannedFolder, commands: Commands, deep: bool, progress: Progress | None) -> None:
-    """Raise CacheError where a shard is not finished. All of it is read, if `deep`, only where nothing is missing."""
+    """Raise CacheError for unfinished shards. Reads shards (`deep`) only if none is missing."""
     for is_deep in (False, True) if deep else (False,):
         units = states_of(plan, SHARDS, deep=is_deep, progress=progress if is_deep else None)
         if any(unit.state != "finished" for unit in units):
@@ -475,7 +481,7 @@ def _refuse_unfinished(plan: PlannedFolder, commands: Commands, deep: bool, prog
 
 
 def _commands(folder: Path) -> Commands:
-    """Return the commands of a folder that `niels-gpt eagle3 precompute` makes."""
+    """Return the commands for a folder that `niels-gpt eagle3 precompute` builds."""
     parts = known_parts(folder)
     return Commands(
         lambda shard: part_command(folder, part_of(shard, parts)),
@@ -485,7 +491,7 @@ def _commands(folder: Path) -> Commands:
 
 
 def _plan_of(folder: Path, named: Path, commands: Commands) -> TargetPlan:
-    """Return the plan, once its files, the samples and the target's weights are whole. Raises: CacheError."""
+    """Return the plan after checking its files, the samples and the target's weights. Raises: CacheError."""
     again = f"Make a partition again: {commands.unit(0)}"
     try:
         plan = open_plan(folder)
@@ -502,22 +508,22 @@ def _plan_of(folder: Path, named: Path, commands: Commands) -> TargetPlan:
 
 
 class Joined(NamedTuple):
-    """A cache made of parts."""
+    """A cache joined from partitions."""
 
     meta: dict[str, Any]
     """Its meta.json."""
     linked_bytes: int
-    """Of files that it shares with the parts."""
+    """Bytes of files shared with the partitions by hard links."""
     copied_bytes: int
-    """Of files that could not be linked."""
+    """Bytes of files that could not be linked."""
 
 
 def join(out: PathLike, parts: Sequence[PathLike]) -> Joined:
-    """Put the parts of one plan together in `out`, which is there whole or not at all. The parts are not changed.
+    """Join the partitions of one plan in `out`, which appears complete or not at all. The partitions are not changed.
 
-    Raises: FileNotFoundError for a part without a plan; CacheError where parts have different plans or draft
-        vocabularies, where a shard is missing, or is there twice with different bytes, where no part has the samples or
-        the target's weights undamaged, while a part is being written, and where `out` holds anything or lies in a part.
+    Raises: FileNotFoundError for a folder without a plan; CacheError if plans or draft vocabularies differ (E703), a
+        shard is missing (E702) or differs between two folders (E701), samples or weights are damaged in every folder, a
+        partition is being written (E503), or `out` holds anything or lies in a partition.
     """
     folders = list({os.path.realpath(part): Path(part) for part in parts}.values())
     with fresh_folder(Path(out), sources=folders) as work, ExitStack() as locks:
@@ -547,7 +553,7 @@ def join(out: PathLike, parts: Sequence[PathLike]) -> Joined:
 
 
 def _common_plan(folders: Sequence[Path]) -> TargetPlan:
-    """Return the plan of all parts. Raises: FileNotFoundError, CacheError."""
+    """Return the plan that all partitions have. Raises: FileNotFoundError, CacheError."""
     try:
         first, *others = (open_plan(folder) for folder in folders)
     except FileNotFoundError as error:
@@ -567,11 +573,9 @@ def _common_plan(folders: Sequence[Path]) -> TargetPlan:
 
 
 def _sources(folders: Sequence[Path], plan: TargetPlan) -> dict[str, Path]:
-    """Return the part that has each file, by the file's name in a cache: of all but manifest and plan.
+    """Return a folder that has each shared file and shard, by the file's name in a cache.
 
-    Shards have their sizes; the seal compares their bytes.
-
-    Raises: CacheError for a shard that is there twice with different bytes.
+    Sizes are compared here, bytes by the seal. Raises: CacheError for a shard that is there twice with different bytes.
     """
     found: dict[str, Path] = {}
     for folder in folders:

@@ -1,28 +1,27 @@
-"""The EAGLE-3 target cache: its reader, its writers, and every name of the published contract.
+"""The EAGLE-3 target cache: its reader and its writers, under the names of NeMo Automodel's offline cache.
 
-A cache holds a frozen target model's supervision: for each token three hidden states and the distribution over the
-draft's vocabulary. It takes 6 * H + 2 * D bytes a token in bf16 (H: hidden size of the target, D: draft vocabulary).
-For an 8B target and a draft vocabulary of 32,000 that is 88,601 bytes, 181 MB for a sample of 2,048 tokens, terabytes
-for a large dataset. If the target's forward pass is cheaper than reading that, train online. A cache pays if a fixed,
-bounded dataset is trained on many times (ablations, sweeps, many epochs), or if the target does not fit in memory
-beside the draft. Version 2 with `target_probs_topk` stores k values and indices in place of D probabilities, and loses
-the tail: of an 8B target, 64 of 32,000 keep about 0.92 of the mass.
+A cache stores the outputs of a frozen target model: three hidden states of each token, and the distribution over the
+draft's vocabulary. In bf16 it takes 6 * H + 2 * D bytes a token (H: hidden size of the target, D: size of the draft
+vocabulary). An 8B target with a draft vocabulary of 32,000 gives 88,601 bytes a token: 181 MB for a sample of 2,048
+tokens, terabytes for a large dataset. Train online if the target's forward pass is cheaper than reading that. A cache
+pays when a fixed dataset is trained on many times (ablations, sweeps, many epochs), or when target and draft do not fit
+into memory together. Version 2 with `target_probs_topk` stores k values and indices instead of D probabilities and
+loses the tail: for an 8B target, 64 of 32,000 keep about 0.92 of the mass.
 
-    manifest.json                  what was run, and `selected_token_ids`: draft id -> target id
-    target_embeddings.safetensors  "weight" [V, H] float32, from which the draft's embeddings start
+    manifest.json                  how the cache was made, and `selected_token_ids`: draft id -> target id
+    target_embeddings.safetensors  "weight" [V, H] float32; a draft initializes its embeddings from it
     shard-000000.safetensors       sample i is row i % shard_size of shard i // shard_size
     sidecar/                       added by this project: receipts with checksums, the plan, the raw samples
 
     input_ids, attention_mask, loss_mask      [n, S] int64
     aux_hidden_states                         [n, S, 3H] bf16, fp16 or fp32
     position_mask                             [n, S, 1] bool
-    target_probs                              [n, S, D] of that float dtype; or, in version 2 with top-k,
-    target_probs_values, target_probs_indices [n, S, k] of that float dtype, and int32 draft ids by falling probability
+    target_probs                              [n, S, D], same dtype as the states; or, in version 2 with top-k,
+    target_probs_values, target_probs_indices [n, S, k], same dtype as the states, and int32 draft ids; largest first
 
-All names and formats of versions 1 and 2 are those of the published contract: caches of its other implementations are
-read here, and ours there. docs/formats.md describes every file. The native form of this project holds the target's
-last hidden states in place of its distributions, ragged, in a tenth of the bytes; it is read here, too, with the same
-six keys.
+Names and formats of versions 1 and 2 are NeMo Automodel's: either project reads the other's caches. docs/formats.md
+describes every file. The native form of this project takes a tenth of the bytes: it stores the target's last hidden
+states instead of distributions, without padding. This module reads it with the same six keys.
 """
 
 from __future__ import annotations
@@ -102,26 +101,26 @@ _FLOAT_KEYS = ("aux_hidden_states", "target_probs")
 _INT_KEYS = INT_FIELDS
 _BOOL_KEYS = ("position_mask",)
 CACHE_KEYS = _FLOAT_KEYS + _INT_KEYS + _BOOL_KEYS
-"""The keys of an item, and of a dense shard: the keyword arguments of the trainer's forward."""
+"""Keys of an item and of a dense shard: the keyword arguments of the trainer's forward."""
 DTYPE_MAP = DTYPES
 
 
 def _load_safetensors() -> tuple[Any, Any]:
-    """Return `(save_file, safe_open)`. Raises: ImportError that says what to install."""
+    """Return `(save_file, safe_open)`. Raises: ImportError if safetensors is not installed."""
     return load_safetensors()
 
 
 def _atomic_write(path: str, write_fn: Callable[[str], None]) -> str:
-    """Let `write_fn` write a temporary sibling of `path`, then make it `path`, durably; see manifest.atomic_write."""
+    """Let `write_fn` write a temporary sibling of `path`, then rename it to `path`; see `manifest.atomic_write`."""
     return atomic_write(path, write_fn)
 
 
 def compress_target_probs(target_probs: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `topk` largest of each distribution, renormalized to 1, and their draft ids.
+    """Return the `topk` largest probabilities of each distribution, renormalized to 1, and their draft ids.
 
     target_probs: [..., D], best in float32: it is renormalized before it is cast.
-    Returns: values [..., k] of the same dtype by falling probability, and int32 indices [..., k]; k = min(topk, D). The
-        tail's mass is lost, as the published contract defines it.
+    Returns: values [..., k] of the same dtype, largest first, and int32 indices [..., k]; k = min(topk, D). The tail's
+        mass is lost, as NeMo Automodel's format defines it.
     """
     values, indices = torch.topk(target_probs, min(topk, target_probs.shape[-1]), dim=-1)
     total = values.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(values.dtype).tiny)
@@ -135,11 +134,12 @@ def reconstruct_target_probs(values: torch.Tensor, indices: torch.Tensor, draft_
 
 
 def write_shard(cache_dir: PathLike, shard_index: int, samples: dict[str, torch.Tensor]) -> str:
-    """Write one shard durably and atomically, and its receipt; return the shard's path. One writer at a time.
+    """Write one shard and then its receipt, each durably and atomically; return the shard's path. One writer at a time.
 
-    samples: the fields of CACHE_KEYS, each [n, S, ...] as in the module's docstring; in place of `target_probs` there
-        may be `target_probs_values` and `target_probs_indices`. Other keys are not written.
-    Raises: ValueError for none or both of the representations, a missing field, or a wrong dtype or shape.
+    samples: the fields of CACHE_KEYS, each [n, S, ...]; `target_probs_values` and `target_probs_indices` may replace
+        `target_probs`. Other keys are ignored.
+    Raises: ValueError if the distributions are missing or given twice, a field is missing, or a dtype or shape is
+        wrong.
     """
     dense, pair = FULL_FIELDS[0] in samples, [name for name in TOPK_FIELDS if name in samples]
     if dense == (len(pair) == len(TOPK_FIELDS)):
@@ -164,10 +164,12 @@ def write_shard(cache_dir: PathLike, shard_index: int, samples: dict[str, torch.
 
 
 def verify(cache_dir: PathLike, *, follow_links: bool = False) -> list[str]:
-    """Compare every shard with its receipt; return a sentence for each damage: shard, sample, and what is wrong.
+    """Compare every shard with its receipt; return one sentence for each damage, naming shard, sample and fault.
 
-    `python -m niels_gpt.eagle3 verify` checks more: niels_gpt.eagle3.inspect.verify. follow_links: as the dataset.
-    Raises: FileNotFoundError, CacheError as `CachedEagle3Dataset`; CacheError for a shard without a receipt.
+    `python -m niels_gpt.eagle3 verify` checks more: niels_gpt.eagle3.inspect.verify.
+
+    follow_links: read files that are symbolic links.
+    Raises: FileNotFoundError; CacheError if the cache cannot be opened, or a shard has no receipt.
     """
     dataset = CachedEagle3Dataset(cache_dir, follow_links=follow_links)
     shards = shards_of(cache_dir, dataset.manifest, follow_links=follow_links)
@@ -175,12 +177,14 @@ def verify(cache_dir: PathLike, *, follow_links: bool = False) -> list[str]:
 
 
 def convert(cache_dir: PathLike, format_version: int, *, follow_links: bool = False) -> bool:
-    """Convert a dense cache to version 1 or 2 by changing its manifest; return whether anything changed.
+    """Change a cache of version 1 to version 2 or back by rewriting its manifest. Returns whether anything changed.
 
-    Version 2 has the key `target_probs_topk`, 0; all other keys stay. A meta.json of this project is updated.
-    follow_links: as `open_file`. A file that is written replaces a link; nothing is written through one.
-    Raises: ValueError for another version; CacheError for a top-k cache, whose shards version 1 cannot hold, for a
-        committed version below .versions/, which never changes, and while another process writes the cache.
+    Version 2 gets the key `target_probs_topk`, 0; all other keys stay. A meta.json of this project is updated.
+
+    follow_links: accept files that are symbolic links. A written file replaces its link; nothing is written through
+        one.
+    Raises: ValueError for another version; CacheError E710 for a top-k cache, which version 1 cannot hold, and for a
+        committed version below .versions/, which never changes; CacheError E503 while another process writes the cache.
     """
     if type(format_version) is not int or format_version not in VERSIONS:
         raise ValueError(f"format_version {format_version}, expected 1 or 2")
@@ -221,19 +225,22 @@ def _convert(folder: Path, format_version: int, follow_links: bool) -> bool:
 
 
 class CachedEagle3Dataset(CacheReader[dict[str, torch.Tensor]]):
-    """Reads an EAGLE-3 cache of any form; an item is one sample: the keyword arguments of the trainer's forward.
+    """Reads an EAGLE-3 cache of any form. An item is one sample: the keyword arguments of the trainer's forward.
 
-    The header of every shard is checked when the cache is opened. Shards are mapped when they are first read, at most
-    `max_open_shards` of them at a time. An item's tensors are views of the map, [S] and [S, width]; nothing is copied.
-    Clone them before you change, keep, save or send them: a change stays in this process's map, and a view keeps its
-    whole shard mapped. A batch is a copy. May be pickled, for workers of any start method; a forked or spawned worker
-    makes its own maps. Threads may share it. A public name is resolved to a version once, here: a rebuild does not
-    change an open dataset, and gc keeps its version.
+        dataset = CachedEagle3Dataset("targets")
+        dataset[0]["target_probs"]  # [S, D]
 
-    Items of a native cache are copies. Their ids and masks are those of version 1 of the same input, bit for bit;
-    target_probs are made by `TargetHead` and are zeros where loss_mask is 0, as are the hidden states after the last
-    slot with loss. On a CPU that takes milliseconds a token: for tests and tools that know only these keys. To train,
-    read `niels_gpt.eagle3.native` and make target_probs on the GPU.
+    Opening checks the header of every shard. A shard is mapped when it is first read; at most `max_open_shards` are
+    mapped at a time. The tensors of an item, [S] and [S, width], are views of the map, without a copy. Clone them
+    before you change, keep, save or send them: a change stays in this process's map, and a view keeps its whole shard
+    mapped. A batch is a copy. The dataset may be pickled, for workers of any start method; each worker makes its own
+    maps. Threads may share it. The path is resolved to a version once: a rebuild does not change an open dataset, and
+    gc keeps its version.
+
+    Items of a native cache are copies. Their ids and masks equal version 1 of the same input, bit for bit. `TargetHead`
+    computes target_probs where loss_mask is 1; elsewhere they are zeros, and so are the hidden states after the last
+    slot with loss. On a CPU this takes milliseconds a token: use it for tests and for tools that know only these keys.
+    For training read `niels_gpt.eagle3.native` and compute target_probs on the GPU.
     """
 
     def __init__(
@@ -249,12 +256,16 @@ class CachedEagle3Dataset(CacheReader[dict[str, torch.Tensor]]):
     ) -> None:
         """max_open_shards: the kernel allows a process about 65,000 maps.
 
-        follow_links: read files that are links, as in a snapshot of the Hugging Face hub; otherwise they are refused.
-        device: of a native cache: on which target_probs are made, and left; None: the CPU. target_probs: False leaves
-            that key out of the items of a native cache.
-        expect, check: as for `niels_gpt.eagle3.native.NativeEagle3Dataset`.
-        Raises: FileNotFoundError; CacheError (a ValueError) naming a file that does not fit the manifest; ImportError
-            without safetensors.
+        follow_links: read files that are symbolic links, as in a snapshot of the Hugging Face hub; by default they are
+            refused.
+        device: computes and keeps target_probs of a native cache; None: the CPU.
+        target_probs: False leaves that key out of a native cache's items.
+        expect: an earlier `fingerprint`; opening fails unless the cache still has it.
+        check: "ends": compare each shard's size and header with its receipt when it is first mapped; "blocks": also
+            each sample with its checksum when it is first read.
+        Raises: FileNotFoundError; CacheError (a ValueError) naming a file that does not fit the manifest, or another
+            fingerprint; ValueError for `device` or `target_probs` with a cache that is not native; ImportError without
+            safetensors.
         """
         cache_dir = version_of(cache_dir)  # once: a commit may come in between
         native = is_native(read_manifest(cache_dir, follow_links=follow_links))
@@ -262,7 +273,7 @@ class CachedEagle3Dataset(CacheReader[dict[str, torch.Tensor]]):
             raise ValueError(f"{cache_dir} is not native: device and target_probs are options of native caches")
         how: dict[str, Any] = {"follow_links": follow_links, "check": check}
         self.view: NativeView | None = None
-        """Of a native cache."""
+        """Makes the items of a native cache; None for a dense one."""
         if native:
             self.view = NativeView(cache_dir, max_open_shards, device=device, target_probs=target_probs, **how)
             self._open(self.view.dataset._shards, expect)
@@ -270,10 +281,10 @@ class CachedEagle3Dataset(CacheReader[dict[str, torch.Tensor]]):
             self._open(DenseShards.of_cache(cache_dir, max_open_shards, **how), expect)
         self.compressed = self._shards.compressed
         self.shard_size = self._shards.shard_size
-        """Samples of a shard; None of a native cache, whose shards end by their bytes."""
+        """Samples in a shard; None for a native cache, whose shards are cut by bytes."""
 
     def _described(self) -> dict[str, str]:
-        # manifests of other tools may lack some of it
+        # manifests of other tools may lack some keys
         sizes = {"slots": "seq_length", "aux values": "aux_hidden_dim", "draft ids": "draft_vocab_size"}
         form = [f"{self.manifest[key]:,} {name}" for name, key in sizes.items() if self.manifest.get(key) is not None]
         form += [f"top {self.manifest['target_probs_topk']:,}"] * self.compressed
@@ -283,7 +294,10 @@ class CachedEagle3Dataset(CacheReader[dict[str, torch.Tensor]]):
         return super()._described() | {name: text for name, text in rows.items() if text}
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return one sample by CACHE_KEYS; a top-k distribution at its full width. Raises: IndexError; CacheError."""
+        """Return one sample with the keys CACHE_KEYS; a top-k distribution is returned at full width.
+
+        Raises: IndexError; CacheError E701 for a damaged sample.
+        """
         position = index + self.num_samples if index < 0 else index
         if not 0 <= position < self.num_samples:
             raise IndexError(index)
@@ -303,15 +317,15 @@ class CachedEagle3Dataset(CacheReader[dict[str, torch.Tensor]]):
         return sample
 
     def _handle(self, shard_index: int) -> Any:
-        """Return safetensors' handle of a shard of version 1 or 2, opened in this process."""
+        """Return the safetensors handle of a dense shard, opened in this process."""
         assert isinstance(self._shards, DenseShards)
         return self._shards.opened(shard_index)[0]
 
 
 def _collate_cached(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Stack samples to a batch, CACHE_KEYS, each [B, S, ...]: the only copy after the page cache.
+    """Stack samples to a batch under CACHE_KEYS, [B, S, ...]: the only copy after the page cache.
 
-    In a worker the copy is made in shared memory.
+    A worker makes the copy in shared memory.
     """
     batch: dict[str, torch.Tensor] = default_collate(
         [{key: feature[key] for key in CACHE_KEYS} for feature in features]
@@ -332,14 +346,14 @@ def build_cached_eagle3_dataloader(
     expect: Mapping[str, Any] | None = None,
     check: Check = "ends",
 ) -> DataLoader[dict[str, torch.Tensor]]:
-    """Return a DataLoader over a cache, whose batches have the keys CACHE_KEYS.
+    """Return a DataLoader whose batches have the keys CACHE_KEYS, each [B, S, ...].
 
-    shuffle: over all samples of all shards, with torch's global generator; with distributed, with the sampler's seed
-        and `sampler.set_epoch`.
-    distributed: each rank of the default process group reads its share; samples repeat where they do not divide evenly
-        (DistributedSampler). The last batch may be short.
-    follow_links, device, target_probs, expect, check: as `CachedEagle3Dataset`. The target_probs of a native cache are
-        made in this process, not in workers, so that `device` may be a GPU.
+    shuffle: over all samples of all shards, by torch's global generator; with `distributed` by the sampler's seed and
+        `sampler.set_epoch`.
+    distributed: each rank of the default process group reads its share; DistributedSampler repeats samples where they
+        do not divide evenly. The last batch may be short.
+    follow_links, device, target_probs, expect, check: see `CachedEagle3Dataset`. This process computes target_probs of
+        a native cache, not its workers, so `device` may be a GPU.
     """
     how: dict[str, Any] = {"follow_links": follow_links, "device": device, "target_probs": target_probs}
     dataset = CachedEagle3Dataset(cache_dir, expect=expect, check=check, **how)

@@ -1,12 +1,12 @@
-"""A finished native cache -> another cache, without the target: another draft vocabulary, or version 1 or 2.
+"""Makes another cache from a finished native cache, without the target: another draft vocabulary, or version 1 or 2.
 
-Another vocabulary: it decides no byte of a native cache but those of manifest.json and meta.json. So the new cache has
-these two, and hard links to every other file. It equals what precompute writes for that vocabulary, byte for byte.
+Another vocabulary changes only manifest.json and meta.json of a native cache. The new cache has its own copies of these
+two, and hard links to every other file; its bytes equal a cache that precompute writes for that vocabulary.
 
-Version 1 or 2 is for tools that read these, at ten times the bytes. Distributions are made by the target's head where
-loss_mask is 1, which is where a draft is trained. The other slots of a sample have a uniform distribution, as version 1
-has it after a last token, and the hidden states after the last slot with loss are zeros: a native cache has neither,
-and no loss depends on them.
+Version 1 or 2 is for tools that read nothing else, and takes ten times the bytes. The target's head computes
+distributions where loss_mask is 1, where a draft is trained. A sample's other slots get a uniform distribution, as
+version 1 has after a last token, and the hidden states after the last slot with loss are zeros: a native cache stores
+neither, and no loss depends on them.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ from niels_gpt.eagle3.native import NativeView
 from niels_gpt.eagle3.target import NUM_AUX_LAYERS
 from niels_gpt.eagle3.totals import Counts, finish
 from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
-from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, make_dir, write_bytes
 from niels_gpt.storage.fresh_folder import fresh_folder
+from niels_gpt.work import Progress
 
 # --- another draft vocabulary -----------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 
 
 class Redrafted(NamedTuple):
-    """A new cache."""
+    """A cache with another draft vocabulary."""
 
     selected_token_ids: list[int]
     counts: Counts
@@ -89,13 +89,15 @@ def redraft(
     copy: bool = False,
     follow_links: bool = False,
 ) -> Redrafted:
-    """Write a native cache of another draft vocabulary; `out` is there whole or not at all.
+    """Write a native cache with another draft vocabulary. `out` appears complete or not at all.
 
-    draft_vocab_size: its tokens, chosen from the stored ids and loss masks as `build_eagle3_token_mapping` does.
-    special_token_ids: bos, eos, pad and unk, which come first. selected_token_ids: the vocabulary itself, in place of
-    both. copy: copy the files, where `out` is on another file system. follow_links: as `CachedEagle3Dataset`.
-    Raises: CacheError for a cache of version 1 or 2, one that is not finished, `out` that exists, lies in the cache or
-        is on another file system, and a vocabulary with which a draft could learn nothing; FileNotFoundError.
+    draft_vocab_size: tokens to choose from the stored ids and loss masks, by `build_eagle3_token_mapping`.
+    special_token_ids: bos, eos, pad and unk, which come first. selected_token_ids: the vocabulary itself, instead of
+        both.
+    copy: copy the files, for `out` on another file system. follow_links: read files that are symbolic links.
+    Raises: CacheError E710 for a cache of version 1 or 2, and for files that cannot be linked; CacheError E702 for an
+        unfinished cache; CacheError if `out` exists or lies in the cache; CacheError E709 for a vocabulary from which a
+        draft could learn nothing; FileNotFoundError.
     """
     folder, to = Path(cache_dir), Path(out)
     if not follow_links:
@@ -121,7 +123,7 @@ def redraft(
 
 
 def _meta_of(folder: Path, follow_links: bool) -> dict[str, Any]:
-    """Return meta.json of a finished native cache. Raises: CacheError as `redraft`."""
+    """Return meta.json of a finished native cache. Raises: CacheError for another cache."""
     manifest = read_manifest(folder, follow_links=follow_links)
     if not is_native(manifest):
         found = (
@@ -139,7 +141,7 @@ def _meta_of(folder: Path, follow_links: bool) -> dict[str, Any]:
 
 
 def frequent_tokens(shards: NativeShards, size: int | None, special: Sequence[int | None]) -> list[int]:
-    """Return the tokens that a draft knows, by the stored ids and loss masks; as `redraft`."""
+    """Choose the draft's tokens by the stored ids and loss masks. size, special: see `redraft`."""
 
     def batches() -> Iterator[dict[str, Any]]:
         for index in range(shards.num_shards):
@@ -155,7 +157,7 @@ def frequent_tokens(shards: NativeShards, size: int | None, special: Sequence[in
 
 
 def _take_files(folder: Path, to: Path, *, out: Path, copy: bool, follow_links: bool) -> tuple[int, int]:
-    """Link or copy every file but manifest.json and meta.json; return the bytes linked and copied.
+    """Link or copy every file except manifest.json and meta.json; return the bytes linked and copied.
 
     out: what errors call `to`, which gets that name later.
     """
@@ -189,7 +191,7 @@ def _take_files(folder: Path, to: Path, *, out: Path, copy: bool, follow_links: 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a conversion takes."""
+    """Size of a conversion."""
 
     apparent_bytes: int
     """Size of the files, padding included."""
@@ -201,7 +203,7 @@ class Cost:
 
 
 class DenseConversion:
-    """The conversion of one cache: `cost` first, then `write`."""
+    """The conversion of a native cache to version 1 or 2: `cost` first, then `write`."""
 
     def __init__(
         self,
@@ -212,10 +214,10 @@ class DenseConversion:
         device: str | torch.device | None = None,
         follow_links: bool = False,
     ) -> None:
-        """shard_size: samples of a shard. device: of the target's head; None: the CPU.
+        """shard_size: samples in a shard. device: of the target's head; None: the CPU.
 
-        Raises: FileNotFoundError; CacheError for a cache that is not native, has other than three layers, or has a
-            sample that would be too large.
+        Raises: FileNotFoundError; CacheError E208 for a cache that is not native; CacheError E710 for another number of
+            layers than three, or a sample that would get too large.
         """
         self._folder, self._links = Path(cache_dir), follow_links
         self._view = NativeView(cache_dir, follow_links=follow_links, device=device)
@@ -239,7 +241,7 @@ class DenseConversion:
         self._refuse_large()
 
     def _refuse_large(self) -> None:
-        """Raise CacheError for a sample that would take too much memory: it has few target rows, and gets them all."""
+        """Raise CacheError for a sample that would take too much memory: it gets a distribution for every slot."""
         layout, longest = self._layout, int(self._view.dataset.counts[:, 0].max(initial=0))
         padded = row_bytes_of(layout.fields["aux_hidden_states"])
         if (size := max(padded, longest * layout.token_bytes)) > MAX_INFLATED:
@@ -249,7 +251,7 @@ class DenseConversion:
             raise CacheError(self._folder, found, f"{MAX_INFLATED:,} at most", remedy, code="E710")
 
     def cost(self, out: PathLike) -> Cost:
-        """Return what the conversion takes on the file system of a folder, which may be absent."""
+        """Return the size of the conversion on the file system of a folder, which may be absent."""
         above = next(path for path in (Path(out).absolute(), *Path(out).absolute().parents) if path.is_dir())
         layout, counts = self._layout, self._view.dataset.counts
         embeddings = 4 * self.manifest["target_vocab_size"] * self._view.manifest["hidden_size"]
@@ -262,10 +264,10 @@ class DenseConversion:
         return Cost(apparent, written, shutil.disk_usage(above).free, rounded)
 
     def write(self, out: PathLike, *, progress: Progress | None = None) -> dict[str, Any] | None:
-        """Write the cache, which is there whole or not at all; return meta.json, None where the old one has no plan.
+        """Write the cache, which appears complete or not at all. Returns meta.json, or None for a cache without a plan.
 
-        progress: items are samples, units tokens.
-        Raises: CacheError where `out` exists or lies in the cache, or the disk has no room; OSError.
+        progress: called with samples, tokens and all tokens.
+        Raises: CacheError if `out` exists or lies in the cache; CacheError E501 if the disk has no room; OSError.
         """
         cost = self.cost(out)
         if cost.written_bytes > cost.free_bytes:
@@ -286,7 +288,7 @@ class DenseConversion:
             return None if planned is None else finish(work, planned[0])
 
     def _plan(self) -> tuple[TargetPlan, Samples] | None:
-        """Return the new cache's plan and samples, those of the native cache in shards of another size."""
+        """Return the native cache's plan and samples, cut into shards of the new size; None without a plan."""
         if read_record(self._folder, follow_links=self._links) is None:
             return None
         old = open_plan(self._folder, follow_links=self._links)
@@ -319,7 +321,7 @@ class DenseConversion:
 
     @torch.no_grad()
     def _row(self, index: int, length: int) -> tuple[dict[str, Tensor], float]:
-        """Return a sample's fields, [1, S, ...], and its supervised probability within the draft's vocabulary."""
+        """Return a sample's fields, [1, S, ...], and its supervised probability inside the draft's vocabulary."""
         view = self._view
         sample = view.dataset[index]
         batch = view.collate([sample])

@@ -1,4 +1,4 @@
-"""The disk: whether a folder can be written, what a cache will take there, and whether it fits.
+"""The disk: whether a folder can be written, how large a cache gets, and whether it fits.
 
 All of it is checked before the target is loaded.
 """
@@ -77,7 +77,7 @@ class Estimate:
 
     @property
     def mean_length(self) -> float:
-        """Tokens of a sample."""
+        """Mean tokens of a sample."""
         return self.tokens / self.samples
 
 
@@ -89,9 +89,9 @@ def estimate(
     done: Collection[int] = (),
     part: tuple[int, int] | None = None,
 ) -> Estimate:
-    """Return what a run into a folder, which may be absent, will take.
+    """Estimate what a run writes into a folder, which may be absent.
 
-    done: its finished shards. part: (i, N), i from 1: of the partition that is made; None: of all shards.
+    done: finished shards. part: (i, N), i from 1: the partition to build; None: all shards.
     """
     folder = _existing(cache_dir)
     holes = has_holes(folder)
@@ -127,7 +127,7 @@ def estimate(
 
 
 def _weights_bytes(plan: TargetPlan) -> int:
-    """Return the bytes of the target's embeddings; in the native form at most those of its lm_head too."""
+    """Return the bytes of the target's stored weights; for the native form an upper bound."""
     table = int(plan.target["vocab_size"] * plan.target["hidden_size"])
     if plan.is_native:  # bf16, where the model computes in it
         return 2 * table * (2 if plan.run.get("compute_dtype") == "bf16" else 4) + _BLOCK
@@ -135,9 +135,9 @@ def _weights_bytes(plan: TargetPlan) -> int:
 
 
 def refuse_unusable(folder: Path) -> None:
-    """Raise where no cache can be written into a folder, which may be absent; nothing is changed.
+    """Raise if no cache can be written into a folder, which may be absent; nothing is changed.
 
-    Raises: CacheError naming the file that is in the way; OSError where no file can be made.
+    Raises: CacheError E704 naming a file in the way; CacheError E205 for a link; OSError if no file can be created.
     """
     refuse_links(folder)
     above = [folder.absolute() / SIDECAR, folder.absolute(), *folder.absolute().parents]
@@ -154,7 +154,7 @@ def refuse_unusable(folder: Path) -> None:
 
 
 def refuse_without_room(cache_dir: PathLike, sizes: Estimate) -> None:
-    """Raise CacheError where a run does not fit."""
+    """Raise CacheError E501 if a run does not fit."""
     if not sizes.fits:
         less = "--aux-dtype fp8" if sizes.format_version == NATIVE_VERSION else "--format native, --draft-vocab-size"
         raise CacheError(
@@ -166,9 +166,9 @@ def refuse_without_room(cache_dir: PathLike, sizes: Estimate) -> None:
 
 
 def has_holes(folder: PathLike) -> bool:
-    """Return whether unwritten parts of a file in this folder take no disk space, tried with a file without a name.
+    """Return whether unwritten parts of a file take no disk space in this folder, tried with a nameless file.
 
-    Raises: OSError where no file can be made there.
+    Raises: OSError if no file can be created there.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -182,9 +182,9 @@ def has_holes(folder: PathLike) -> bool:
 
 
 def _written_bytes(plan: TargetPlan, lengths: NDArray[np.int64], holes: bool) -> NDArray[np.int64]:
-    """Return the bytes written of each sample.
+    """Return the bytes written for each sample: int64 [n].
 
-    With holes padding is left out, and there is a block more a tensor, as rows are not aligned.
+    With holes, padding is left out, and each tensor adds one block, as rows are not aligned.
     """
     if plan.is_native:
         return plan.native_layout.sample_bytes(plan.counts)
@@ -206,7 +206,7 @@ def _existing(path: PathLike) -> Path:
 
 
 def _small_bytes(cache_dir: PathLike) -> int:
-    """Return the bytes of the target's weights, the manifest and the sidecar that an earlier run has written."""
+    """Return the bytes of weights, manifest and sidecar that an earlier run has written."""
     folder = Path(cache_dir)
     files = [folder / EMBEDDINGS_NAME, folder / WEIGHTS_NAME, folder / MANIFEST_NAME, *folder.glob(f"{SIDECAR}/*")]
     return sum(file.stat().st_size for file in files if file.is_file())

@@ -1,4 +1,4 @@
-"""The kind of the draft vocabulary: a file of the target's ids that a draft knows, and a meta.json."""
+"""The kind of draft vocabularies: a file of the target's ids that a draft knows, and a meta.json."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _mapping_fits(files: FileChecks, limits: Limits, figures: Figures) -> Iterat
 
 
 def _load(folder: Any, meta: Mapping[str, Any]) -> list[int]:
-    """Return the target's id of each token of the draft. Raises: CacheError where the file does not fit meta.json."""
+    """Return the target's id of each draft token. Raises: CacheError if the file contradicts meta.json."""
     from niels_gpt.eagle3.vocab import load_token_mapping
 
     for name, kinds in (("target_vocab_size", (int,)), ("draft_vocab_size", (int,)), ("coverage", (int, float))):
@@ -110,12 +110,12 @@ class DraftVocabKind(Kind):
         _load(cache.folder, cache.meta)
 
     def held(self, meta: Mapping[str, Any]) -> Held:
-        """Return the ids, and the share of the supervised tokens that they cover."""
+        """Return the number of ids, and the share of the supervised tokens that they cover."""
         note = f"{meta['coverage']:.2%} of the supervised tokens"
         return Held({"id": {"": int(meta["draft_vocab_size"])}}, note=note)
 
     def stats(self, cache: Cache, progress: Any = None) -> Rows:
-        """Return the coverage, and what it was counted from."""
+        """Return the coverage, and the samples that were counted."""
         meta, totals, source = cache.meta, cache.meta["totals"], cache.meta["source"]
         return [
             ("cache", f"{cache.path} (draft_vocab, built)"),
@@ -133,7 +133,7 @@ class DraftVocabKind(Kind):
         return described(cache.meta)
 
     def show(self, cache: Cache, tokenizer: Any, *, split: str, at: int, tokens: int, color: bool) -> str:
-        """Return some of the target's ids, in the order of the draft's, and their text with the target's tokenizer."""
+        """Return target ids in the order of the draft's, with their text if there is a tokenizer."""
         found = self.show_data(cache, tokenizer, split=split, at=at, tokens=tokens)
         ids = [each["target_id"] for each in found["ids"]]
         head = f"{cache.path}: draft ids {at:,} to {at + len(ids) - 1:,} of {found['draft_vocab_size']:,}"

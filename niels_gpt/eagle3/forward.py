@@ -1,16 +1,16 @@
-"""A planned batch: through the target, into its shard, and what the shard's receipt counts.
+"""Runs a planned batch through the target, and makes its stored fields and the counts for the shard's receipt.
 
-`DenseForward` makes the fields of version 1 and 2, `NativeForward` the native ones; the same batch gives the same
-bytes. In versions 1 and 2 all slots are shifted, as `HFEagle3TargetModel.generate_batch` returns them. Of a sample
-of L tokens:
+`DenseForward` makes the fields of versions 1 and 2, `NativeForward` the native ones; equal batches give equal bytes. In
+versions 1 and 2 all slots are shifted, as `HFEagle3TargetModel.generate_batch` returns them. Slots of a sample of L
+tokens:
 
     slots 0 .. L-2   the target's outputs
-    slot  L-1        the hidden states; without a next token the logits are taken as zeros, a uniform distribution
+    slot  L-1        the hidden states; without a next token the logits count as zeros, a uniform distribution
     slots L ..       zeros; the target's outputs for padding are not used
 
-The logits of a batch take gigabytes, so they are processed in parts of `CHUNK_VALUES`. In the native form they are made
-for the target rows only, by the target's head in parts; the lm_head of the model's own forward gets one slot a sample.
-A GPU's tensors are brought into pinned memory, which torch keeps and gives to the next batch.
+A batch's logits take gigabytes, so they are processed in chunks of `CHUNK_VALUES`. In the native form the target's head
+computes logits for the target rows only, in chunks; the lm_head of the model's own forward gets one slot a sample. A
+GPU's tensors are copied into pinned memory, which torch reuses for the next batch.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from niels_gpt.storage.errors import CodedError, TargetError
 
 
 class NonFiniteError(CodedError, RuntimeError, code="E708"):
-    """The target's output has a number that is not finite, or that the cache's dtype cannot hold."""
+    """The target's output is not finite, or the cache's dtype cannot hold it."""
 
 
 class Forward(ABC):
-    """Runs planned batches of one form through a target, and writes them to a shard."""
+    """Runs planned batches of one form through a target and writes them to a shard."""
 
     sums: tuple[str, ...]
     """What is added up over a shard, of the facts of its batches."""
@@ -55,13 +55,13 @@ class Forward(ABC):
     """Those of `sums` that are whole numbers."""
 
     def __init__(self, plan: TargetPlan, samples: Samples, model: Any, device: torch.device | str = "cpu") -> None:
-        """model: the plan's target, on `device` and of the plan's compute dtype."""
+        """model: the plan's target, on `device`, in the plan's compute dtype."""
         self._plan, self._samples, self._device = plan, samples, torch.device(device)
         self.model: nn.Module = model.eval()
 
     @abstractmethod
     def __call__(self, shard: int, batch: Batch) -> tuple[Any, dict[str, Any]]:
-        """Return what `write` takes, and the facts of a batch: a list of a number a row each, or None.
+        """Run a batch; return the fields for `write`, and its facts by name: a list with one number a row, or None.
 
         Raises: NonFiniteError naming sample and layer.
         """
@@ -72,10 +72,10 @@ class Forward(ABC):
 
     @abstractmethod
     def write(self, writer: Any, rows: Sequence[int], lengths: Sequence[int], made: Any) -> int:
-        """Write a batch of `lengths` tokens to the rows `rows` of a shard; return its bytes, padding left out."""
+        """Write a batch to the rows `rows` of a shard; return its bytes without padding. lengths: tokens per row."""
 
     def receipt_facts(self, sums: Mapping[str, float]) -> dict[str, Any]:
-        """Return a receipt's facts. sums: over the shard, of `self.sums`."""
+        """Return a receipt's facts. sums: the shard's total of each name in `self.sums`."""
         return {"plan": self._plan.sha256, **{name: int(sums[name]) for name in self.counts}}
 
     def lengths(self, shard: int, batch: Batch) -> list[int]:
@@ -93,7 +93,7 @@ class Forward(ABC):
         return [self._plan.first_of(shard) + row for row in batch[1]]
 
     def _inputs(self, shard: int, batch: Batch, width: int) -> dict[str, Tensor]:
-        """Return the target's inputs, not shifted, padded to a width W: int64 [rows, W] each, on the CPU."""
+        """Return the target's inputs, unshifted and padded to `width`: int64 [rows, width] each, on the CPU."""
         ids = torch.full((len(batch[1]), width), int(self._plan.tokenizer["pad_id"]))
         present, loss = torch.zeros_like(ids), torch.zeros_like(ids)
         for row, (raw, mask) in enumerate(self._rows(shard, batch)):
@@ -117,7 +117,7 @@ class DenseForward(Forward):
         self._mask[self._selected] = True
 
     def __call__(self, shard: int, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the fields that `ShardWriter` takes, padded to the full width, and the facts of `cache_fields`."""
+        """Run a batch; return the fields for `ShardWriter`, padded to full width, and the facts of `cache_fields`."""
         width, _ = batch
         layout, layers = self._plan.layout, self._plan.manifest["aux_layer_ids"]
         lengths, dtype = self.lengths(shard, batch), DTYPES[layout.dtype]
@@ -131,32 +131,32 @@ class DenseForward(Forward):
         return tensors, {"tokens": lengths, **facts}
 
     def open_shard(self, cache_dir: PathLike, shard: int) -> ShardWriter:
-        """Return the writer of a shard of rows of one size."""
+        """Return the writer of a shard with rows of equal size."""
         return ShardWriter(cache_dir, shard, self._plan.layout.fields, self._plan.rows_of(shard))
 
     def write(
         self, writer: ShardWriter, rows: Sequence[int], lengths: Sequence[int], made: Mapping[str, Tensor]
     ) -> int:
-        """Write a batch; ids and masks are written whole, of other fields the padding is left out."""
+        """Write a batch: ids and masks whole, the other fields without padding."""
         writer.write(rows, lengths, made)
         int_bytes, slot_bytes = self._sizes
         return len(rows) * int_bytes + sum(lengths) * slot_bytes
 
     def receipt_facts(self, sums: Mapping[str, float]) -> dict[str, Any]:
-        """Return a receipt's facts, with what the draft's vocabulary and the top k have of the probability."""
+        """Add the probability mass that the draft's vocabulary and the top k keep."""
         kept = sums["kept_mass"] if self._plan.layout.topk > 0 else None
         return {**super().receipt_facts(sums), "kept_mass": kept, "draft_mass": sums["draft_mass"]}
 
     @cached_property
     def _sizes(self) -> tuple[int, int]:
-        """Bytes of a row's ids and masks, which are written whole, and of a slot's other fields."""
+        """Bytes of a row's ids and masks, which are written whole, and of one slot's other fields."""
         layout = self._plan.layout
         int_bytes = sum(row_bytes_of(field) for name, field in layout.fields.items() if name in INT_FIELDS)
         return int_bytes, (layout.row_bytes - int_bytes) // layout.seq_length
 
 
 class NativeForward(Forward):
-    """Batches of the native form, whose stored rows format/native.py selects."""
+    """Batches of the native form; format/native.py selects the stored rows."""
 
     counts = sums = ("tokens", "supervised", "aux_rows", "target_rows")
 
@@ -169,10 +169,9 @@ class NativeForward(Forward):
         *,
         head: TargetHead | None = None,
     ) -> None:
-        """head: the target's own; None: it is found.
+        """head: the target's own; None: find it.
 
-        Raises: ValueError (E705) where the head's logits are not the model's, and where the head is not the one that
-            the plan's manifest has.
+        Raises: ValueError (E705) if the head's logits differ from the model's, or the head from the plan's manifest.
         """
         super().__init__(plan, samples, model, device)
         self.head = TargetHead.of_model(model) if head is None else head
@@ -185,10 +184,11 @@ class NativeForward(Forward):
         self._in_draft[plan.manifest["selected_token_ids"]] = True
 
     def __call__(self, shard: int, batch: Batch) -> tuple[list[NativeSample], dict[str, Any]]:
-        """Return the samples of a batch, and of each the facts: tokens, supervised, aux_rows, target_rows, positions.
+        """Run a batch; return its samples, and its facts: tokens, supervised, aux_rows, target_rows, positions.
 
-        supervised: tokens with loss from the second one on. positions: those of them whose most probable token is in
-        the draft's vocabulary.
+        supervised counts the tokens with loss from the second one on; positions, the supervised tokens whose most
+        probable token is in the draft's vocabulary.
+
         Raises: NonFiniteError naming sample and layer.
         """
         raw, counts = self._rows(shard, batch), self._plan.counts[self._indices(shard, batch)]
@@ -212,7 +212,7 @@ class NativeForward(Forward):
         return made, {**numbers, "supervised": supervised, "positions": known}
 
     def open_shard(self, cache_dir: PathLike, shard: int) -> NativeShardWriter:
-        """Return the writer of a shard of samples of any length."""
+        """Return the writer of a shard with samples of any length."""
         plan = self._plan
         counts = plan.counts[plan.first_of(shard) : plan.first_of(shard + 1)]
         return NativeShardWriter(cache_dir, shard, plan.native_layout, counts)
@@ -227,7 +227,7 @@ class NativeForward(Forward):
         return int(self._plan.native_layout.sample_bytes(np.array(counts, np.int64)).sum())
 
     def _aux(self, aux: Tensor, rows: NDArray[np.int64], names: Sequence[str]) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the stored auxiliary states of each sample, [A, K, H], and in fp8 the scales [A, K]."""
+        """Return each sample's stored auxiliary states [A, K, H], and for fp8 their scales [A, K]."""
         sizes: list[int] = rows.tolist()
         flat = torch.cat([states[:count] for states, count in zip(aux, sizes, strict=True)])
         name = self._plan.manifest["aux_dtype"]
@@ -242,7 +242,7 @@ class NativeForward(Forward):
     def _targets(
         self, states: Tensor, positions: Sequence[NDArray[np.int64]], names: Sequence[str]
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return the target rows of each sample: last hidden states [R, H], log-normalizers [R], argmax [R]."""
+        """Return each sample's target rows: last hidden states [R, H], log-normalizers [R], argmax [R]."""
         sizes = [len(each) for each in positions]
         rows = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(states.device)
         flat = states[rows, torch.from_numpy(np.concatenate(positions)).to(states.device)]
@@ -265,8 +265,8 @@ class NativeForward(Forward):
     ) -> None:
         """Raise NonFiniteError, naming the first place and a count, unless all numbers are finite.
 
-        values, stored: [rows, layers, ...] as computed and in the stored dtype, rows of all samples end to end.
-        names, positions: of each sample. layers: what to call each layer.
+        values, stored: [rows, layers, ...] as computed and in the stored dtype; the rows of all samples, concatenated.
+        names, positions: of each sample. layers: name of each layer.
         """
         if not len(stored) or bool(stored.isfinite().all()):
             return
@@ -283,11 +283,11 @@ class NativeForward(Forward):
 def draft_distribution(
     logits: Tensor, loss_mask: Tensor, selected_token_ids: Tensor, selected_token_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return a draft's training signal: the target's distribution over the draft's tokens, and where it counts.
+    """Return the draft's training signal: the target's distribution over the draft's tokens, and where it counts.
 
     logits: [B, S, V]. loss_mask: [B, S]. selected_token_ids: int64 [D]. selected_token_mask: bool [V].
-    Returns target_probs float32 [B, S, D], which sum to 1 among the draft's tokens, and position_mask bool [B, S, 1]:
-    true where the loss mask is 1 and the target's most probable token is in the draft's vocabulary.
+    Returns target_probs float32 [B, S, D], summing to 1, and position_mask bool [B, S, 1]: true where the loss mask is
+    1 and the target's most probable token is in the draft's vocabulary.
     """
     draft, mask = _columns(selected_token_ids, logits), selected_token_mask.to(logits.device)
     slots, shape = logits.flatten(0, 1), logits.shape[:2]
@@ -308,16 +308,18 @@ def cache_fields(
     topk: int,
     dtype: torch.dtype,
 ) -> tuple[dict[str, Tensor], dict[str, list[Any] | None]]:
-    """Return a batch as the cache stores it, and the counts for the receipt.
+    """Return a batch's fields as a dense cache stores them, and its counts for the receipt.
 
-    lengths: the number of tokens of each row, 1 or more and at most the batch's width W.
+    lengths: tokens of each row, from 1 to the batch's width W.
     topk: 0 for the whole distribution. dtype: of the float fields.
     Returns (fields, facts). The fields are on the CPU: input_ids, attention_mask and loss_mask int64 [B, W] unchanged,
-    aux_hidden_states [B, W, 3H], position_mask bool [B, W, 1], and either target_probs [B, W, D] or
-    target_probs_values [B, W, k] and target_probs_indices int32 [B, W, k].
-    facts has a list of B numbers each: supervised, the slots whose shifted loss mask is 1; positions, those whose
-    position mask is true; draft_mass, the sum over the supervised slots of the probability that falls into the draft's
-    vocabulary; kept_mass, the sum over the positions of the share that the top k keep, and None for topk 0.
+    aux_hidden_states [B, W, 3H], position_mask bool [B, W, 1], and either target_probs [B, W, D] or target_probs_values
+    [B, W, k] and target_probs_indices int32 [B, W, k].
+
+    The facts have one number a row: supervised, the slots whose shifted loss mask is 1; positions, the slots whose
+    position mask is true; draft_mass, the probability inside the draft's vocabulary, summed over the supervised slots;
+    kept_mass, the share that the top k keep, summed over the positions, or None for topk 0.
+
     Raises: ValueError for lengths that do not fit.
     """
     real, inner = _slots(batch, lengths)
@@ -350,7 +352,7 @@ def cache_fields(
 
 
 def _slots(batch: Eagle3TargetBatch, lengths: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-    """Return, on the CPU, which slots hold a token, and a token with a next one: bool [B, W] each."""
+    """Return which slots hold a token, and which hold a token with a next one: bool [B, W] each, on the CPU."""
     num_rows, width = batch.input_ids.shape
     tokens = torch.as_tensor(lengths, dtype=torch.int64).cpu()
     if tokens.shape != (num_rows,) or not bool(((tokens >= 1) & (tokens <= width)).all()):
@@ -363,9 +365,9 @@ def _slots(batch: Eagle3TargetBatch, lengths: Sequence[int] | Tensor) -> tuple[T
 
 
 def _chunks(slots: Tensor, values: int) -> Iterator[slice | Tensor]:
-    """Yield the true slots of bool [B, W] as indices into [B * W], in parts of at most `CHUNK_VALUES` values.
+    """Yield the true slots of bool [B, W] as indices into [B * W], in chunks of at most `CHUNK_VALUES` values.
 
-    values: of each slot. Consecutive slots are a slice, as indexing with a slice makes no copy.
+    values: values of one slot. Consecutive slots become a slice, since indexing with a slice makes no copy.
     """
     for chunk in torch.split(slots.flatten().nonzero().squeeze(-1), max(1, CHUNK_VALUES // max(1, values))):
         start, stop = (int(chunk[0]), int(chunk[-1]) + 1) if len(chunk) else (0, 0)
@@ -373,19 +375,19 @@ def _chunks(slots: Tensor, values: int) -> Iterator[slice | Tensor]:
 
 
 def _columns(selected_token_ids: Tensor, logits: Tensor) -> Tensor | None:
-    """Return the ids of the draft's logits, on their device; None: all, in order."""
+    """Return the ids of the draft's logits, on their device; None if these are all logits in order."""
     ids = selected_token_ids.to(logits.device)
     whole = len(ids) == logits.shape[-1] and torch.equal(ids, torch.arange(len(ids), device=ids.device))
     return None if whole else ids
 
 
 def _probs(logits: Tensor, draft: Tensor | None) -> Tensor:
-    """Return the distribution over the draft's tokens [n, D] in float32 of some slots' logits [n, V]."""
+    """Return the distribution over the draft's tokens, float32 [n, D], for logits [n, V]."""
     return torch.softmax((logits if draft is None else logits.index_select(-1, draft)).float(), dim=-1)
 
 
 def _stored(probs: Tensor, topk: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor | float]:
-    """Return some slots' distributions [n, D] as the fields store them, and the share [n] that is kept of each."""
+    """Return distributions [n, D] in the stored fields, and the share [n] that is kept of each."""
     if not is_compressed(topk, probs.shape[-1]):
         return {"target_probs": probs.to(dtype)}, 1.0
     values, indices = compress_target_probs(probs, topk)
@@ -398,8 +400,8 @@ def _padded(
 ) -> dict[str, Tensor]:
     """Return the fields that do not depend on the logits; the distributions of the inner slots are unset.
 
-    end: the stored distribution of a last slot, [1, ...] each. The top k stay on its device until all parts of the
-    batch are there; whole distributions are gigabytes, and go to the CPU chunk by chunk.
+    end: the stored distribution of a last slot, [1, ...] each. Top-k fields stay on its device until the batch is
+        complete; whole distributions take gigabytes and go to the CPU chunk by chunk.
     """
     fields = {
         name: getattr(batch, name).to("cpu", torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")
@@ -420,7 +422,7 @@ def _padded(
 
 
 def _draft_mass(logits: Tensor, supervised: Tensor, selected_token_ids: Tensor) -> Tensor:
-    """Return the probability [n] of the draft's tokens, in the slots where `supervised` is 1.0; else 0."""
+    """Return the probability [n] of the draft's tokens where `supervised` is 1.0, else 0."""
     if len(selected_token_ids) < logits.shape[-1]:
         where = supervised.nonzero().squeeze(-1)
         some = logits[where].float()
@@ -430,7 +432,7 @@ def _draft_mass(logits: Tensor, supervised: Tensor, selected_token_ids: Tensor) 
 
 
 def _sums(values: Tensor) -> list[float]:
-    """Return the sum of each row, on the CPU, where the order of a sum is fixed."""
+    """Return the sum of each row, computed on the CPU, where the order of addition is fixed."""
     return [float(total) for total in values.cpu().double().sum(1).tolist()]
 
 
@@ -448,8 +450,9 @@ def check_finite(
 ) -> None:
     """Raise NonFiniteError, naming the first sample and layer and a count, if a stored number would not be finite.
 
-    Only stored slots count; the outputs for padding may be anything.
-    dtype: of the cache, which hidden states must fit into (float16 ends at 65,504). model: as `not_finite`.
+    Only stored slots count; outputs for padding may be anything.
+
+    dtype: of the cache; hidden states must fit into it (float16 ends at 65,504). model: see `not_finite`.
     """
     stored_aux = batch.aux_hidden_states.dtype if dtype is None else dtype
     extremes = [torch.aminmax(batch.aux_hidden_states), torch.aminmax(batch.logits)]
@@ -494,8 +497,8 @@ def not_finite(
 ) -> NonFiniteError:
     """Return the error for numbers that are not finite.
 
-    values: of the first place, as computed; one of them at least is not finite in the dtype `stored`. where: the place.
-    names: of the samples of the batch. rows: the number of its sample for each place, the first one first.
+    values: of the first place, as computed; at least one is not finite in the dtype `stored`. where: that place.
+    names: samples of the batch. rows: for each place the index of its sample; the first place comes first.
     model: the target; a weight of it that is not finite is named.
     """
     wrong = values[~values.to(stored).isfinite()][0]
@@ -510,7 +513,7 @@ def not_finite(
 
 
 def broken_weight(model: nn.Module) -> str:
-    """Return a sentence that names the first weight of a model that is not finite; "" where all are."""
+    """Return a sentence naming the first weight of a model that is not finite; "" if all are."""
     for name, weight in model.named_parameters():
         if not bool(weight.isfinite().all()):
             return f"A weight of the target is broken: {name} is not finite. Download the target again"
@@ -521,17 +524,17 @@ def broken_weight(model: nn.Module) -> str:
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """Return a tensor on the CPU; one that is there already is returned itself."""
+    """Return a tensor on the CPU; a CPU tensor is returned itself."""
     if not tensor.is_cuda:
         return tensor.cpu()
     return empty_on_cpu(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
 
 def empty_on_cpu(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory of the CPU for what comes from a device, pinned for a GPU's; its values are unset.
+    """Return uninitialized CPU memory for data from a device, pinned if that is a GPU.
 
-    New memory gets its pages one by one while it is filled, which takes longer than the copy itself: so a native cache
-    took as long again as the target's forward passes. Pinned memory, which torch gives to the next batch, is as large
-    as the batches that wait for the writer, rounded up to powers of two.
+    Fresh memory gets its pages one by one while it is filled, which takes longer than the copy itself: it doubled the
+    time of a native cache. torch reuses pinned memory for the next batch; it holds the batches that wait for the
+    writer, rounded up to powers of two.
     """
     return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")

@@ -1,11 +1,11 @@
-"""The target's head: hidden states -> logits, without the rest of the target.
+"""The target's head: turns hidden states into logits without the rest of the target.
 
     head = TargetHead.of_cache("targets", device="cuda")     # from target_weights.safetensors
     batch["target_probs"] = head.target_probs(batch)          # [B, W, D], on that device
 
-A native cache stores hidden states in place of distributions. The head is the target's final norm, its lm_head, and
-what the model does to the logits: `logit_scale` (Cohere, Granite) and a softcap (Gemma). `TargetHead.of_model` finds
-these parts by running a few tokens through the model, and proves on them that its logits are the model's.
+A native cache stores hidden states instead of distributions. The head is the target's final norm, its lm_head, and the
+operations on the logits: `logit_scale` (Cohere, Granite) and a softcap (Gemma). `TargetHead.of_model` finds these parts
+by running a few tokens through the model, and checks on them that the head's logits equal the model's.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from niels_gpt.storage.errors import CacheError, TargetError
 __all__ = ["TargetHead"]
 
 RMS = ("rms", "wide_rms", "gemma_rms")
-"""Kinds of RMS norm: w * rms(x), rounded before the product; the same, rounded after it, as OLMo 2 and GPT-OSS have it,
-which differs in bf16 alone; (1 + w) * rms(x), as Gemma has it."""
-_TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the largest value; float32: 1e-4
+"""Kinds of RMS norm: w * rms(x), rounded before the product (Llama); the same, rounded after it (OLMo 2, GPT-OSS),
+which differs in bf16 only; (1 + w) * rms(x) (Gemma)."""
+# Shares of the largest value: room for two kernels that round differently in this dtype. A wrong norm, scale or softcap
+# is off by far more.
+_TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # float32: 1e-4
 _PROBED = 8  # tokens
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 _COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -52,19 +54,20 @@ class TargetHead(nn.Module):
         dtype: torch.dtype = torch.float32,
         last_hidden: str = "pre_norm",
     ) -> None:
-        """weights: `lm_head` [V, H], or `embeddings` [V, H] where tied; `norm`, `norm_bias` [H], `lm_head_bias` [V].
+        """weights: `lm_head` [V, H], or `embeddings` [V, H] if tied; `norm`, `norm_bias` [H], `lm_head_bias` [V].
 
-        norm: one of `RMS`, layer or none. eps: of the norm. logit_scale: the logits are
-        multiplied by it. softcap c: and then become c * tanh(logits / c). tied: lm_head is the embeddings.
-        dtype: in which all is computed; a norm's mean and variance are always float32.
-        last_hidden: pre_norm, or post_norm: the states are the lm_head's input, and
-        `norm` is "none".
+        norm: one of `RMS`, "layer" or "none". eps: epsilon of the norm.
+        logit_scale, softcap: logits become softcap * tanh(logits * logit_scale / softcap); None: no softcap.
+        tied: lm_head is the embeddings.
+        dtype: dtype of the computation; mean and variance of a norm are always float32.
+        last_hidden: side of the final norm that the given states are from: "pre_norm", or "post_norm", the lm_head's
+            input; then `norm` is "none".
         """
         super().__init__()
         self.norm, self.eps, self.logit_scale, self.softcap = norm, eps, logit_scale, softcap
         self.tied, self.last_hidden = tied, last_hidden
         self.selected_token_ids: list[int] | None = None
-        """Draft id -> target id, of a head of a cache; None of a head of a model."""
+        """Draft id -> target id, if the head is from a cache; None if it is from a model."""
         embeddings = weights.get("embeddings")
         self._embeddings = None if embeddings is None else embeddings.detach()
         self._kept_rows: tuple[list[int], Tensor, Tensor | None] | None = None
@@ -79,10 +82,11 @@ class TargetHead(nn.Module):
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Self:
-        """Return the head of a causal language model, sharing its weights; a few tokens run through the model.
+        """Return the head of a causal language model, sharing its weights. Runs a few tokens through the model.
 
-        Where no known norm turns the last block's output into the lm_head's input, `last_hidden` is "post_norm".
-        Raises: ValueError (E705) where the head's logits are not the model's, with what was found.
+        `last_hidden` is "post_norm" if no known norm turns the last block's output into the lm_head's input.
+
+        Raises: ValueError (E705) if the head's logits differ from the model's.
         """
         probe = Probe.of(model)
         lm_head: Any = model.get_output_embeddings()  # type: ignore[operator]
@@ -117,12 +121,14 @@ class TargetHead(nn.Module):
         dtype: torch.dtype | None = None,
         follow_links: bool = False,
     ) -> Self:
-        """Return the head of a native cache. It reads its own parts of target_weights.safetensors only.
+        """Return the head of a native cache. Reads only the tensors that it needs from target_weights.safetensors.
 
-        device: of its tensors; None: the CPU. dtype: in which it computes; None: as the target ran. The distributions
-        cost 2 * D * H operations a token: nothing on a GPU, some hundreds of tokens a second on a core of a CPU.
-        follow_links: as `CachedEagle3Dataset`.
-        Raises: FileNotFoundError; CacheError for a cache that is not native, and for weights that do not fit it.
+        device: holds its tensors; None: the CPU. A distribution takes 2 * D * H operations a token: nothing on a GPU; a
+            CPU core computes some hundreds of tokens a second.
+        dtype: dtype of the computation; None: the dtype that the target ran in.
+        follow_links: read files that are symbolic links.
+        Raises: FileNotFoundError; CacheError E208 for a cache that is not native; CacheError E701 for weights that do
+            not fit the manifest.
         """
         compare_once(cache_dir, MANIFEST_NAME, follow_links=follow_links)
         manifest = read_manifest(cache_dir, follow_links=follow_links)
@@ -155,18 +161,21 @@ class TargetHead(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """V, the number of the target's tokens."""
         return self._lm_head.shape[0]
 
     def normed(self, states: Tensor) -> Tensor:
-        """Return what lm_head takes, [R, H] of the head's dtype and device, of states as `last_hidden` says."""
+        """Apply the final norm: return the input of lm_head, [R, H] in the head's dtype and on its device.
+
+        Returns states unchanged if they are "post_norm".
+        """
         return normed(self.norm, states.to(self._lm_head), self._norm, self._norm_bias, self.eps)
 
     def logits(self, states: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Return the logits of some states, in the head's dtype and on its device.
+        """Return the logits of states, in the head's dtype and on its device.
 
-        states: [R, H], or any [..., H], of any float dtype and device. ids: the target's ids whose logits are wanted,
-        in this order: [R, D]; None: [R, V].
+        states: [R, H], or any [..., H], of any float dtype and device.
+        ids: target ids to compute, [R, D] in this order; None: all, [R, V].
         """
         weight, bias = (self._lm_head, self._lm_head_bias) if ids is None else self._rows(ids)
         logits = functional.linear(self.normed(states), weight, bias)
@@ -184,7 +193,7 @@ class TargetHead(nn.Module):
     def log_normalizer_and_argmax(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return logsumexp over all V logits, float32 [R], and the most probable token, int64 [R], of states [R, H].
 
-        The logits are made in parts of `CHUNK_VALUES`.
+        The logits are computed `CHUNK_VALUES` at a time.
         """
         normalizers = torch.empty(len(states), dtype=torch.float32, device=self._lm_head.device)
         argmax = torch.empty(len(states), dtype=torch.int64, device=self._lm_head.device)
@@ -196,11 +205,13 @@ class TargetHead(nn.Module):
     def target_probs(
         self, batch: Mapping[str, Tensor], selected_token_ids: Sequence[int] | Tensor | None = None
     ) -> Tensor:
-        """Return the target's distributions over the draft's tokens of a batch of `native_batch`.
+        """Return the target's distributions over the draft's tokens for a batch of `native_batch`.
 
-        batch: `input_ids` [B, W], `last_hidden_states` [R', H] and `target_slots` int64 [R'] into the B * W slots.
-        selected_token_ids: draft id -> target id; None: those of the head's cache, or all V of a head of a model.
-        Returns float32 [B, W, D] on the head's device: a softmax among the draft's tokens; rows without a target zeros.
+        batch: `input_ids` [B, W], `last_hidden_states` [R, H] and `target_slots` int64 [R] into the B * W slots.
+        selected_token_ids: draft id -> target id; None: the vocabulary of the head's cache, or all V for the head of a
+            model.
+        Returns float32 [B, W, D] on the head's device: a softmax over the draft's tokens; zeros in slots without a
+        target row.
         """
         ids = self.selected_token_ids if selected_token_ids is None else selected_token_ids
         rows, width = batch["input_ids"].shape
@@ -214,12 +225,18 @@ class TargetHead(nn.Module):
     def parts_of_logits(
         self, states: Tensor, ids: Sequence[int] | Tensor | None = None
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Yield rows of some states and their logits in float32, as `logits` has them, `CHUNK_VALUES` at a time."""
+        """Yield (rows, logits): slices of the states and their float32 logits, `CHUNK_VALUES` values at a time.
+
+        ids: see `logits`.
+        """
         for chunk in _chunks(len(states), self.vocab_size if ids is None else len(ids)):
             yield chunk, self.logits(states[chunk], ids).float()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return what `format.weights.write_weights` takes. Raises: ValueError for a head of a cache."""
+        """Return the weights for `format.weights.write_weights`.
+
+        Raises: ValueError for a head that was read from a cache.
+        """
         if self._embeddings is None:
             raise ValueError(
                 "this head was read from a cache and has no embeddings: expected one of TargetHead.of_model"
@@ -230,7 +247,7 @@ class TargetHead(nn.Module):
         return {"embeddings": self._embeddings, **{name: value for name, value in buffers.items() if value is not None}}
 
     def after_norm(self) -> Self:
-        """Return the head of states that the norm was applied to. Raises: ValueError for a head of a cache."""
+        """Return the same head for states after the norm. Raises: ValueError for a head that was read from a cache."""
         weights = {name: tensor for name, tensor in self.weights().items() if not name.startswith("norm")}
         return type(self)(
             weights,
@@ -242,7 +259,7 @@ class TargetHead(nn.Module):
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return the manifest's `head`."""
+        """Return the manifest's `head`: norm, eps, logit_scale, softcap, tied, compute_dtype."""
         names = {dtype: name for name, dtype in _COMPUTE.items()}
         return {
             "norm": self.norm,
@@ -254,7 +271,7 @@ class TargetHead(nn.Module):
         }
 
     def _rows(self, ids: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the rows of lm_head and its bias for some ids; the last ones asked for are kept."""
+        """Return the rows of lm_head and of its bias for some ids; keeps the last ones for the next call."""
         wanted = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         last = self._kept_rows
         kept = None if last is None else (last[0], last[1].dtype, last[1].device)
@@ -266,7 +283,10 @@ class TargetHead(nn.Module):
 
     @torch.no_grad()
     def _fit_logits(self, model: nn.Module, probe: Probe) -> None:
-        """Take the scale and softcap of the model's config that give its logits. Raises: ValueError where none does."""
+        """Choose scale and softcap from the model's config so that the logits match.
+
+        Raises: ValueError if none does.
+        """
         config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         scales = [getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "output_multiplier")]
         given = [float(scale) for scale in scales if isinstance(scale, int | float) and scale]
@@ -286,7 +306,7 @@ class TargetHead(nn.Module):
 
 
 def _chunks(rows: int, values: int) -> Iterator[slice]:
-    """Yield slices of rows of at most `CHUNK_VALUES` values."""
+    """Yield slices of rows, of at most `CHUNK_VALUES` values each."""
     step = max(1, CHUNK_VALUES // max(1, values))
     for begin in range(0, rows, step):
         yield slice(begin, min(begin + step, rows))
@@ -297,20 +317,20 @@ def _chunks(rows: int, values: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a model does to a few tokens."""
+    """States and logits of a model for a few tokens."""
 
     pre_norm: Tensor
-    """The last block's output [T, H]; a tensor of no element where it has another form."""
+    """Output of the last block [T, H]; empty if it has another shape than lm_head's input."""
     post_norm: Tensor
-    """The input of lm_head [T, H]."""
+    """Input of lm_head [T, H]."""
     logits: Tensor
     """[T, V]"""
     norms: list[nn.Module]
-    """The modules without children, outside of the blocks, that took the last block's output."""
+    """Modules without children, outside the blocks, that took the last block's output."""
 
     @classmethod
     def of(cls, model: nn.Module, *, gain: float = 1.0) -> Probe:
-        """Run a few tokens through a model. gain: what the lm_head takes is multiplied by it.
+        """Run a few tokens through a model. gain: factor on the lm_head's input.
 
         Raises: ValueError (E705) for a model without an lm_head.
         """
@@ -358,7 +378,7 @@ def _lm_head(model: nn.Module) -> Any:
 
 
 def other_logits(model: nn.Module, error: float) -> ValueError:
-    """Return the error for a model whose logits are not those of its head. error: see `difference`."""
+    """Return the error for a model whose logits differ from its head's by `error`, a `difference`."""
     return TargetError(
         f"{type(model).__name__}: its final norm, lm_head, logit scale and softcap give logits that differ from "
         f"the model's by {error:.1e} of the largest one; it does something else to them. A native cache needs a "
@@ -376,7 +396,7 @@ def _run(model: nn.Module, lm_head: Any) -> Tensor:
 
 
 def final_norm(probe: Probe) -> tuple[str, float | None, dict[str, Tensor | None]] | None:
-    """Return the kind, eps and weights of the final norm; None where no known one gives the lm_head's input."""
+    """Return kind, eps and weights of the final norm; None if no known kind gives the lm_head's input."""
     if not probe.pre_norm.numel():
         return None
     allowed = tolerance(probe.post_norm)
@@ -408,7 +428,7 @@ def _kinds(weight: Tensor | None, bias: Tensor | None) -> tuple[str, ...]:
 
 
 def normed(kind: str, states: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None) -> Tensor:
-    """Return the normed states; mean and variance are computed in float32."""
+    """Return the normed states; mean and variance are float32."""
     if kind == "none":
         return states
     if kind == "layer":
@@ -426,7 +446,7 @@ def normed(kind: str, states: Tensor, weight: Tensor | None, bias: Tensor | None
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference as a share of the largest expected value; infinite where shapes differ."""
+    """Return the largest difference as a share of the largest expected value; infinite for other shapes or NaN."""
     if found.shape != expected.shape:
         return torch.inf
     wanted = expected.float()
@@ -435,5 +455,5 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def tolerance(values: Tensor) -> float:
-    """Return the difference between two computations of values of this dtype, as a share of the largest."""
+    """Return the accepted `difference` between two computations in this dtype."""
     return _TOLERANCES.get(values.dtype, 1e-4)

@@ -1,6 +1,6 @@
 """The kind of EAGLE-3 caches: versions 1 and 2 and the native form, of this project and of other tools.
 
-Its checks and figures stand in eagle3/inspect; here they answer what every kind is asked.
+eagle3/inspect makes the checks and figures; this module answers the questions that every kind is asked.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
 from niels_gpt.eagle3.shard_units import SHARDS
 from niels_gpt.kinds.files import Record
 from niels_gpt.kinds.kind import CHECK_RECORDS, CHECKED_RECORDS, Cache, Card, Held, Kind, Limits, Page, Rows, Sealed
-from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import PositionError
+from niels_gpt.work import Progress
 
 _MANIFEST_NAME = "manifest.json"  # as eagle3.format.layout has it, which loads torch
 _PARTS_NAME = ".parts"  # as eagle3.partitions has it, which loads torch too
@@ -50,7 +50,7 @@ def _is_native(meta: Mapping[str, Any]) -> bool:
 
 
 class Eagle3Kind(Kind):
-    """What a target says of each token, in shards."""
+    """A target's outputs for each token, in shards."""
 
     name = "eagle3"
     unit = "sample"
@@ -94,13 +94,13 @@ class Eagle3Kind(Kind):
     least_share = 1 << 16
 
     def content_sha256(self, records: Sequence[Record]) -> str:
-        """Return the sha256 of the digests of manifest, weights and receipts."""
+        """Return the sha256 over the digests of manifest, weights and receipts."""
         from niels_gpt.eagle3.format.meta import content_sha256
 
         return content_sha256(records)
 
     def unnamed(self, meta: Mapping[str, Any], names: Collection[str]) -> str:
-        """Return how to add the shards to a meta.json of an earlier build."""
+        """Return how to add the shards to a meta.json of an earlier build; "" if it lists them."""
         from niels_gpt.eagle3.format.meta import lists_shards
 
         if lists_shards(meta):
@@ -112,11 +112,11 @@ class Eagle3Kind(Kind):
         )
 
     def recognizes(self, folder: Path) -> bool:
-        """Whether there is a manifest.json, as every tool of this format writes it."""
+        """Return whether there is a manifest.json, which every tool of this format writes."""
         return os.path.lexists(folder / _MANIFEST_NAME)
 
     def has_unsealed(self, folder: Path) -> bool:
-        """Whether partitions were made in it, and the seal has not ended."""
+        """Return whether a folder has partitions and its seal has not finished."""
         return (folder / _PARTS_NAME).is_dir()
 
     def seal(self, folder: Path, progress: Progress | None = None) -> Sealed:
@@ -140,7 +140,7 @@ class Eagle3Kind(Kind):
         return folder / SIDECAR / LOCK_NAME
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
-        """Open it with its reader, and map every shard."""
+        """Open the cache with its reader, and map every shard."""
         from niels_gpt.eagle3.inspect.forms import open_cache
 
         open_cache(cache.folder).read_each_shard()
@@ -154,17 +154,17 @@ class Eagle3Kind(Kind):
         return verify(cache.path, names=list(names), progress=progress)
 
     def checks_of_build(self, *, reused: bool, deep: bool) -> list[str]:
-        """Return all checks, and of a cache that was up to date the one that reads little of a shard."""
+        """Return all checks, or only `complete`, which reads little of a shard, for a cache that was up to date."""
         return ["complete"] if reused and not deep else [name for name in CHECKS if name not in self.outside_checks]
 
     def held(self, meta: Mapping[str, Any]) -> Held:
-        """Return samples and tokens."""
+        """Return the numbers of samples and tokens."""
         totals = meta.get("totals") or {}
         counts = {unit: {"": int(totals[f"{unit}s"])} for unit in ("sample", "token")}
         return Held(counts, loss=totals.get("supervised_tokens"))
 
     def stats(self, cache: Cache, progress: Progress | None = None) -> Rows:
-        """Return what it was made from, and its lengths, mass, entropy and norms."""
+        """Return the cache's origin, lengths, mass, entropy and norms."""
         from niels_gpt.eagle3.inspect.show import summary
         from niels_gpt.eagle3.inspect.stats import stats
 
@@ -180,7 +180,7 @@ class Eagle3Kind(Kind):
         return {**description(cache.path), **stats(cache.path, progress=progress).as_json()}
 
     def show(self, cache: Cache, tokenizer: Any, *, split: str, at: int, tokens: int, color: bool) -> str:
-        """Return the slots of a sample: id, masks, likeliest draft tokens, norms."""
+        """Return a sample's slots as a table: id, masks, likeliest draft tokens, norms."""
         from niels_gpt.display.tables import table
         from niels_gpt.eagle3.inspect.show import sample_heading, slot_rows
 
@@ -197,7 +197,7 @@ class Eagle3Kind(Kind):
         return {"kind": self.name, "sample": at, "slots": [dict(zip(head, row, strict=True)) for row in rows]}
 
     def locate(self, cache: Cache, tokenizer: Any, *, split: str, position: int, tokens: int) -> str:
-        """Return the sample, its source and its shard at a token, and the slots around it."""
+        """Return sample, source and shard of a token, and the slots around it."""
         from niels_gpt.display.tables import table
         from niels_gpt.eagle3.inspect.show import slot_rows
 
@@ -216,7 +216,7 @@ class Eagle3Kind(Kind):
     def locate_data(
         self, cache: Cache, tokenizer: Any, *, split: str, position: int, tokens: int | None
     ) -> dict[str, Any]:
-        """Return the same without the slots, ready for JSON. A position counts the tokens of all samples."""
+        """Return the same without the slots, ready for JSON. position: counts the tokens of all samples."""
         from niels_gpt.eagle3.format.layout import shard_path
 
         _refuse_val(split)
@@ -238,7 +238,7 @@ class Eagle3Kind(Kind):
         return {"": len(_lengths(cache)[0])}
 
     def digests(self, cache: Cache, split: str) -> Iterator[bytes]:
-        """Yield a hash of the ids and the loss mask of each sample, as stored."""
+        """Yield a hash of each sample's stored ids and loss mask."""
         from niels_gpt.eagle3.inspect.forms import open_cache
 
         opened = open_cache(cache.folder)
@@ -250,7 +250,7 @@ class Eagle3Kind(Kind):
                 yield digest.digest()
 
     def source_ids(self, cache: Cache, split: str) -> Iterator[bytes] | None:
-        """Yield the id of each sample."""
+        """Yield the source id of each sample; None without a plan."""
         names = _lengths(cache)[1]
         return (name.encode("unicode_escape") for name in names) if names else None
 
@@ -261,7 +261,7 @@ class Eagle3Kind(Kind):
         return plot(stats(cache.path), name)
 
     def places(self, cache: Cache) -> list[tuple[str, int]]:
-        """Return none: slots are tables of numbers."""
+        """Return []: slots are tables of numbers."""
         return []
 
     def more_results(self, cache: Cache) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _refuse_val(split: str) -> None:
 
 
 def _lengths(cache: Cache) -> tuple[list[int], list[str], list[int]]:
-    """Return of each sample its tokens, its source id, and its shard; no ids where none is recorded."""
+    """Return tokens, source id and shard of each sample; no ids without a plan."""
     from niels_gpt.eagle3.inspect.forms import open_cache
 
     opened = open_cache(cache.folder)

@@ -1,6 +1,6 @@
-"""Target models: one by folder or hub id, with what its config states; and the small one of the sample.
+"""Load target models, by folder or hub id; write the small model of the sample.
 
-Decides which models are refused. Only a hub id reaches the network; code of a model's repository is never run.
+Decides which models are refused. Only a hub id reaches the network; code of a model's repository never runs.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ class TargetFacts:
     """A target's identity and sizes, known before its weights are loaded."""
 
     name: str
-    """As given: a folder or a hub id."""
+    """Folder or hub id, as given."""
     revision: str | None
-    """The hub's commit; None for a folder."""
+    """Commit on the hub; None for a folder."""
     weights_sha256: str | None
-    """Of the names and sha256 of a folder's weight files; None on the hub, where the commit identifies them."""
+    """sha256 over names and sha256 of a folder's weight files; None for the hub, where the commit identifies them."""
     config_sha256: str
     model_type: str
     num_layers: int
     hidden_size: int
     vocab_size: int
     max_positions: int | None
-    """Limit of a sample's tokens; None where the config states none."""
+    """Most tokens of a sample; None if the config states no limit."""
 
 
 def target_facts(name: str, *, revision: str | None = None, hash_weights: bool = True) -> TargetFacts:
-    """Read a target's config, and hash the weight files of a local folder; nothing is loaded.
+    """Read a target's config, and hash the weight files of a local folder. Loads no weights.
 
-    name: a folder, else a hub id. revision: the hub's branch, tag or commit; ignored for a folder.
-    hash_weights: False leaves out weights_sha256, which reads every byte.
-    Raises: FileNotFoundError for a folder without config or weights; ConnectionError where the hub does not answer;
-        ValueError for a model that is not on the hub or not open to the user, is no causal language model, or needs
+    name: a folder, else a hub id. revision: branch, tag or commit on the hub; ignored for a folder.
+    hash_weights: False skips weights_sha256, which reads every byte.
+    Raises: FileNotFoundError for a folder without config or weights; ConnectionError if the hub does not answer;
+        ValueError for a model that is missing on the hub, not open to the user, not a causal language model, or needs
         code of its repository; ImportError without the extra.
     """
     facts, _, folder = _of_config(name, revision)
@@ -73,9 +73,10 @@ def target_facts(name: str, *, revision: str | None = None, hash_weights: bool =
 
 
 def _of_config(name: str, revision: str | None) -> tuple[TargetFacts, Any, Path]:
-    """Return the facts that a target's config states, the config, and its folder.
+    """Return the facts in a target's config, the config, and its folder.
 
-    Raises: FileNotFoundError without a config; ConnectionError; ValueError and ImportError for what cannot be a target.
+    Raises: FileNotFoundError without a config; ConnectionError; ValueError and ImportError for a model that cannot be a
+        target.
     """
     transformers = _transformers()
     path = _config_path(name, revision)
@@ -112,12 +113,12 @@ def _of_config(name: str, revision: str | None) -> tuple[TargetFacts, Any, Path]
 def load_target(
     name: str, *, revision: str | None, dtype: torch.dtype, attention: str, device: str | torch.device
 ) -> nn.Module:
-    """Load a causal language model: in eval mode, without gradients, in `dtype`, on `device`.
+    """Load a causal language model in eval mode, without gradients, in `dtype`, on `device`.
 
-    name, revision: as in `target_facts`. attention: transformers' attn_implementation, such as "sdpa" or "eager".
-    Raises: FileNotFoundError for a folder without config or weights; ConnectionError where the hub does not answer;
-        ImportError without the extra; ValueError for what cannot be a target, where weights are missing or have other
-        shapes (transformers would initialize them at random), and where they cannot be read.
+    name, revision: see `target_facts`. attention: transformers' attn_implementation, such as "sdpa" or "eager".
+    Raises: FileNotFoundError for a folder without config or weights; ConnectionError if the hub does not answer;
+        ImportError without the extra; ValueError for a model that cannot be a target, unreadable weights, and weights
+        that are missing or of another shape, which transformers would initialize at random.
     """
     transformers = _transformers()
     facts, config, folder = _of_config(name, revision)
@@ -167,7 +168,7 @@ def _transformers() -> ModuleType:
 
 
 def _config_path(name: str, revision: str | None) -> Path:
-    """Return the path of a folder's config, which may be absent, or of a hub model's, in the folder of its commit."""
+    """Return the path of a config: in a local folder, where it may be absent, or in the hub cache."""
     if is_local(name):
         return Path(name).expanduser() / CONFIG
     found = hub_file(name, CONFIG, revision)
@@ -177,7 +178,7 @@ def _config_path(name: str, revision: str | None) -> Path:
 
 
 def _read_config(path: Path) -> tuple[Any, Any]:
-    """Return a model's config, and the part about text, which may be all of it."""
+    """Return a model's config, and its text config, which may be the same."""
     import transformers
 
     folder = path.parent
@@ -196,7 +197,10 @@ def _read_config(path: Path) -> tuple[Any, Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the weights of a folder. Raises: NotFound; ValueError where loading them could do more than read them."""
+    """Return the weight files of a folder.
+
+    Raises: NotFound; ValueError if loading them could run code or read elsewhere.
+    """
     with errors_as("E705"):
         files = list(folder.iterdir())
     paths = sorted((path for path in files if path.suffix in (_WEIGHTS, ".bin")), key=lambda path: path.name)
@@ -222,9 +226,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _refuse_more_weights(folder: Path, config: Any, num_bytes: int) -> None:
-    """Raise TargetError for a config of more weights than files can hold: transformers would make them in memory.
+    """Raise TargetError if the config states more weights than the files can hold, as transformers would allocate them.
 
-    A byte has one weight at most, eight in quantized ones.
+    A byte holds one weight at most, or eight quantized ones.
     """
     import transformers
 
@@ -247,7 +251,7 @@ def _sha256_of_all(paths: list[Path]) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and its report on keys, which are checked here."""
+    """Silence transformers' progress bars and its report on keys, which this module checks itself."""
     from transformers.utils import logging as of_transformers
 
     logging: Any = of_transformers
@@ -267,12 +271,12 @@ def _quiet() -> Iterator[None]:
 
 
 def write_small_target(folder: str | os.PathLike[str], tokenizer: FullTokenizer, *, seed: int = 0) -> Path:
-    """Write an untrained Llama of 8 layers, with a tokenizer that has the sentinels beside it; return the folder.
+    """Write an untrained Llama of 8 layers and hidden size 64, with the tokenizer beside it; return the folder.
 
-    It is the target of the sample, so that a first run downloads nothing.
-    Hidden size 64, vocabulary of the tokenizer. Equal arguments give equal bytes on any machine; torch's global
-    generators are not used. The folder is complete or absent; an existing one is not written again.
-    Raises: FileExistsError where the folder holds something else.
+    It is the target of the sample: a first run downloads nothing. Equal arguments give equal bytes on any machine;
+    torch's global generators are not used. The folder is complete or absent; an existing one is not written again.
+
+    Raises: FileExistsError if the folder holds something else.
     """
     final = Path(folder).absolute()
     config = _small_config(tokenizer)
@@ -342,7 +346,7 @@ def _small_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return ones for a norm; else numbers of mean 0 and variance 1 / inputs, computed without exp or log."""
+    """Return ones for a norm, else numbers of mean 0 and variance 1 / inputs, drawn without exp or log."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.float32)
     return (torch.rand(shape, dtype=torch.float32, generator=generator) - 0.5) * math.sqrt(12 / shape[1])

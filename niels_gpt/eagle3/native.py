@@ -1,8 +1,14 @@
-"""The native form of an EAGLE-3 cache, read: its samples, batches whose target rows are few, and the keys of version 1.
+"""Readers of native EAGLE-3 caches: samples, batches, and the six keys of version 1.
 
-A batch has hidden states in place of distributions. `niels_gpt.eagle3.head.TargetHead` makes `target_probs` of them on
-the training device; `niels_gpt.eagle3.cache.CachedEagle3Dataset` reads the same caches as the six keys of versions 1
-and 2. docs/formats.md describes the files.
+A native batch has the target's hidden states instead of distributions: `niels_gpt.eagle3.head.TargetHead` computes
+`target_probs` from them on the training device. `niels_gpt.eagle3.cache.CachedEagle3Dataset` reads the same caches with
+the six keys of versions 1 and 2. docs/formats.md describes the files.
+
+    dataset = NativeEagle3Dataset("targets")
+    loader = build_native_dataloader("targets", batch_size=8, shuffle=True)
+    head = TargetHead.of_cache("targets", device="cuda")
+    for batch in loader:
+        probs = head.target_probs(batch)  # [B, W, D]
 """
 
 from __future__ import annotations
@@ -44,10 +50,10 @@ Item = TypeVar("Item")
 
 
 class CacheReader(Dataset[Item]):
-    """What the readers of all forms share."""
+    """Base class of the readers of all forms."""
 
     def _open(self, shards: Shards[Any], expect: Mapping[str, Any] | None) -> None:
-        """Take the shards of a whole cache. Raises: CacheError unless it has the fingerprint that is expected."""
+        """Take the shards of a whole cache. Raises: CacheError if `expect` is another fingerprint."""
         self._shards = shards
         self.cache_dir, self.manifest = shards.cache_dir, shards.manifest
         self.num_samples, self.num_shards = shards.num_samples, shards.num_shards
@@ -55,7 +61,7 @@ class CacheReader(Dataset[Item]):
             check_expected(self.fingerprint(), expect, self.cache_dir)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the identity of the cache for a checkpoint: see `niels_gpt.eagle3.format.meta.fingerprint`."""
+        """Return the cache's identity for a checkpoint: samples, and sha256 of manifest, content and tokenizer."""
         return fingerprint(self.cache_dir, self.num_samples, follow_links=self._shards.follow_links)
 
     def __len__(self) -> int:
@@ -71,14 +77,14 @@ class CacheReader(Dataset[Item]):
         return html_table(type(self).__name__, rows.items())
 
     def _described(self) -> dict[str, str]:
-        """Return what is shown beside the path."""
+        """Return what `repr` shows besides the path."""
         return {"samples": f"{number_of(self.num_samples, 'sample')} in {number_of(self.num_shards, 'shard')}"}
 
 
 def loader_of(
     dataset: CacheReader[Any], collate: Callable[[list[Any]], Any], shuffle: bool, distributed: bool, **how: Any
 ) -> DataLoader[Any]:
-    """Return a DataLoader over a cache. Of the six keys of a native one target_probs are made in this process.
+    """Return a DataLoader over a cache; for a native cache with six keys this process computes target_probs.
 
     how: batch_size and num_workers.
     """
@@ -89,13 +95,13 @@ def loader_of(
 
 
 class NativeEagle3Dataset(CacheReader[NativeSample]):
-    """Reads an EAGLE-3 cache in the native form; an item is one sample as it is stored, raw and unpadded.
+    """Reads a native EAGLE-3 cache. An item is one sample as stored: raw and unpadded.
 
-    Header, starts and loss bits of every shard are checked when the cache is opened. Shards are mapped when they are
-    first read, at most `max_open_shards` of them at a time. The tensors of an item are views of the map; clone them
-    before you change, keep, save or send them. May be pickled, for workers of any start method; a forked or spawned
-    worker makes its own maps. Threads may share it. A public name is resolved to a version once, here: a rebuild does
-    not change an open dataset, and gc keeps its version.
+    Opening checks header, starts and loss bits of every shard. A shard is mapped when it is first read; at most
+    `max_open_shards` are mapped at a time. The tensors of an item are views of the map: clone them before you change,
+    keep, save or send them. The dataset may be pickled, for workers of any start method; each worker makes its own
+    maps. Threads may share it. The path is resolved to a version once: a rebuild does not change an open dataset, and
+    gc keeps its version.
     """
 
     def __init__(
@@ -109,12 +115,13 @@ class NativeEagle3Dataset(CacheReader[NativeSample]):
     ) -> None:
         """max_open_shards: the kernel allows a process about 65,000 maps.
 
-        follow_links: read files that are links, as in a snapshot of the Hugging Face hub; otherwise they are refused.
-        expect: an earlier `fingerprint`; raise CacheError unless the cache still has it.
-        check: compare each shard's size and header with its receipt when it is first mapped, or with "blocks" also each
-            sample with its checksum when it is first read.
-        Raises: FileNotFoundError; CacheError (a ValueError) for a cache of another form, and naming a file that does
-            not fit the manifest.
+        follow_links: read files that are symbolic links, as in a snapshot of the Hugging Face hub; by default they are
+            refused.
+        expect: an earlier `fingerprint`; opening fails unless the cache still has it.
+        check: "ends": compare each shard's size and header with its receipt when it is first mapped; "blocks": also
+            each sample with its checksum when it is first read.
+        Raises: FileNotFoundError; CacheError (a ValueError) E208 for a cache of another form, else naming the file that
+            does not fit the manifest.
         """
         shards = NativeShards.of_cache(cache_dir, max_open_shards, follow_links=follow_links, check=check)
         self._shards: NativeShards
@@ -153,21 +160,21 @@ def native_batch(
     selected_token_ids: Sequence[int] | torch.Tensor,
     pad_to: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return a batch of B samples of one cache, W slots wide; all but the floats shifted left as in version 1.
+    """Collate B samples of one cache to a batch of W slots; everything but the floats is shifted left as in version 1.
 
-    selected_token_ids: [D], the draft's vocabulary. pad_to: W; None: the tokens of the longest sample.
+    selected_token_ids: [D], the draft's vocabulary. pad_to: W; None: the length of the longest sample.
     Returns: a dict of
 
         input_ids, attention_mask, loss_mask   int64 [B, W]; ids are 0 from slot L - 1 on
         position_mask                          bool [B, W, 1]: loss_mask, where the draft knows the target's argmax
-        aux_hidden_states                      [B, W, K * H] of the stored dtype, bf16 where that is fp8; zeros where
-                                               no loss can reach: behind each sample's last target row
-        target_slots                           int64 [R]: index into the flattened [B * W] of each slot of loss_mask
-        last_hidden_states                     [R, H] of the stored dtype: the target's, for `TargetHead`
+        aux_hidden_states                      [B, W, K * H] in the stored dtype, bf16 if that is fp8; zeros from each
+                                               sample's last target row on, where no loss can reach
+        target_slots                           int64 [R]: index into the flattened [B * W] of each slot with loss
+        last_hidden_states                     [R, H] in the stored dtype, for `TargetHead`
         log_normalizers, argmax_ids            float32 [R], int64 [R]
 
-    Floats are copied once, from the map into the batch; in a worker of a DataLoader the batch is in shared memory.
-    Raises: ValueError for no samples, samples of several forms, and one that is longer than pad_to.
+    Floats are copied once, from the map into the batch; a DataLoader's worker builds the batch in shared memory.
+    Raises: ValueError for no samples, samples of several forms, and a sample longer than pad_to.
     """
     longest = max((len(sample.input_ids) for sample in samples), default=0)
     width = longest if pad_to is None else pad_to
@@ -195,7 +202,7 @@ def native_batch(
 
 
 def _aux_of(samples: Sequence[NativeSample], width: int) -> torch.Tensor:
-    """Return the auxiliary states [B, W, K * H], zeros behind those of each sample."""
+    """Return the auxiliary states [B, W, K * H]; zeros after each sample's own."""
     stored = samples[0].aux_hidden_states
     layers, hidden = stored.shape[1:]
     dtype = torch.bfloat16 if stored.dtype == torch.float8_e4m3fn else stored.dtype
@@ -210,7 +217,7 @@ def _aux_of(samples: Sequence[NativeSample], width: int) -> torch.Tensor:
 
 
 def _last_of(samples: Sequence[NativeSample], rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return some of the stored target rows of each sample: [R, H]."""
+    """Return the rows `rows` of each sample's last hidden states, concatenated: [R, H]."""
     stored = samples[0].last_hidden_states
     batch = _zeros((sum(map(len, rows)), stored.shape[1]), stored.dtype)
     begin = 0
@@ -224,7 +231,7 @@ def _last_of(samples: Sequence[NativeSample], rows: Sequence[torch.Tensor]) -> t
 def _integers(
     samples: Sequence[NativeSample], width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return the shifted ids [B, W], attention and loss masks [2, B, W], target slots [R], and each sample's rows."""
+    """Return the shifted ids [B, W], both masks [2, B, W], the target slots [R], and the rows kept of each sample."""
     ids = np.zeros((len(samples), width), np.int64)
     masks = np.zeros((2, len(samples), width), np.int64)
     slots, rows = [], []
@@ -240,17 +247,18 @@ def _integers(
 
 
 def _among(ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Return whether each of the ids [R] is one of the known ones [D]: bool [R]."""
+    """Return whether each of the ids [R] is among the known ones [D]: bool [R]."""
     table = np.zeros(int(known.max()) + 2, np.bool_)  # pages that are not written take no memory
     table[known.numpy()] = True
     return torch.from_numpy(table[np.minimum(ids.numpy(), len(table) - 1)])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of zeros to be filled; its padding is not written.
+    """Return a tensor of zeros whose untouched pages take no memory.
 
-    In a worker of a DataLoader it is in shared memory, so that it is not copied again. Elsewhere it is numpy's, which
-    asks the kernel for huge pages: a large batch in torch's own memory takes four times as long, for its page faults.
+    A DataLoader's worker allocates it in shared memory, so that the batch is not copied again. Elsewhere numpy does,
+    and asks the kernel for huge pages: a large batch in torch's own memory takes four times as long, for its page
+    faults.
     """
     size = math.prod(shape) * dtype.itemsize
     if not size:
@@ -275,13 +283,13 @@ def build_native_dataloader(
     expect: Mapping[str, Any] | None = None,
     check: Check = "ends",
 ) -> DataLoader[Any]:
-    """Return a DataLoader over a native cache, whose batches are those of `native_batch`.
+    """Return a DataLoader over a native cache, with the batches of `native_batch`.
 
-    shuffle: over all samples of all shards, with torch's global generator; with distributed, with the sampler's seed
-        and `sampler.set_epoch`.
-    distributed: each rank of the default process group reads its share; samples repeat where they do not divide evenly
-        (DistributedSampler). The last batch may be short.
-    pad_to: as `native_batch`. follow_links, expect, check: as `NativeEagle3Dataset`.
+    shuffle: over all samples of all shards, by torch's global generator; with `distributed` by the sampler's seed and
+        `sampler.set_epoch`.
+    distributed: each rank of the default process group reads its share; DistributedSampler repeats samples where they
+        do not divide evenly. The last batch may be short.
+    pad_to: see `native_batch`. follow_links, expect, check: see `NativeEagle3Dataset`.
     """
     dataset = NativeEagle3Dataset(cache_dir, follow_links=follow_links, expect=expect, check=check)
     collate = partial(native_batch, selected_token_ids=dataset.selected_token_ids, pad_to=pad_to)
@@ -295,7 +303,7 @@ _FIELDS = ("input_ids", "attention_mask", "loss_mask", "position_mask", "aux_hid
 
 
 class NativeView:
-    """Makes items of version 1 of a native cache's samples. May be pickled; the head is then read again."""
+    """Turns samples of a native cache into items of version 1. May be pickled; each process reads the head again."""
 
     def __init__(
         self,
@@ -307,9 +315,10 @@ class NativeView:
         target_probs: bool = True,
         check: Check = "ends",
     ) -> None:
-        """device: on which target_probs are made, and left; None: the CPU. target_probs: False leaves the key out.
+        """device: computes and keeps target_probs; None: the CPU. target_probs: False leaves the key out.
 
-        Raises: as `NativeEagle3Dataset`; CacheError for a sample that is longer than seq_length.
+        Raises: FileNotFoundError; CacheError for a cache that is not native or damaged, and for a sample longer than
+            seq_length (E701).
         """
         self.dataset = NativeEagle3Dataset(
             cache_dir, max_open_shards=max_open_shards, follow_links=follow_links, check=check
@@ -326,7 +335,7 @@ class NativeView:
         compare_once(cache_dir, f"{SIDECAR}/{PLAN_NAME}", follow_links=follow_links)
         record = read_record(cache_dir, follow_links=follow_links)
         self.pad_id = 0 if record is None else int(record["tokenizer"]["pad_id"])
-        """What follows the last token in input_ids: as precompute pads; 0 where there is no plan."""
+        """Id that pads input_ids, from the plan; 0 without a plan."""
         self._selected = self.dataset.selected_token_ids
 
     def __getstate__(self) -> dict[str, Any]:
@@ -334,7 +343,7 @@ class NativeView:
 
     @property
     def head(self) -> TargetHead:
-        """The target's head, read when first used."""
+        """The target's head; read on first use."""
         if self._head is None:
             from niels_gpt.eagle3.head import TargetHead  # versions 1 and 2 need none
 
@@ -343,14 +352,17 @@ class NativeView:
         return self._head
 
     def item(self, index: int) -> Batch:
-        """Return a sample by the keys of version 1, [S] and [S, width]; target_probs on `device`, the rest on the CPU.
+        """Return one sample with the keys of version 1, [S] and [S, width].
 
-        Raises: IndexError; CacheError.
+        target_probs is on `device`, the rest on the CPU. Raises: IndexError; CacheError.
         """
         return {name: tensor[0] for name, tensor in self.with_probs(self.collate([self.dataset[index]])).items()}
 
     def collate(self, samples: Sequence[NativeSample]) -> Batch:
-        """Return a batch of `native_batch`, S slots wide, with ids and float fields as version 1 has them."""
+        """Return a `native_batch` of S slots whose padding ids and float dtypes equal version 1.
+
+        Raises: CacheError E708 for an auxiliary state that fp16 cannot hold.
+        """
         batch = native_batch(samples, selected_token_ids=self._selected, pad_to=self.seq_length)
         ids, attention = batch["input_ids"], batch["attention_mask"]
         ids[:, :-1].masked_fill_(attention[:, 1:] == 0, self.pad_id)  # after the last slot a 0, whatever pads
@@ -364,7 +376,7 @@ class NativeView:
         return batch
 
     def with_probs(self, batch: Batch) -> Batch:
-        """Return the keys of version 1 of a batch of `collate`: [B, S] and [B, S, width]."""
+        """Return a batch of `collate` with the keys of version 1: [B, S] and [B, S, width]."""
         fields = {name: batch[name] for name in _FIELDS}
         if self.has_probs:
             probs = self.head.target_probs(batch)
@@ -373,10 +385,10 @@ class NativeView:
 
 
 class NativeLoader(DataLoader[Any]):
-    """A DataLoader over a native cache that adds target_probs in the main process, where a GPU can be used."""
+    """A DataLoader over a native cache that computes target_probs in the main process, where a GPU is usable."""
 
     def __init__(self, view: NativeView, **how: Any) -> None:
-        """how: as DataLoader."""
+        """how: keyword arguments of DataLoader."""
         super().__init__(view.dataset, collate_fn=view.collate, **how)
         self._view = view
 

@@ -1,12 +1,12 @@
-"""`.parts` of an unfinished cache: the locks of its partitions, and what all machines that make them have in common.
+"""Locks the partitions of an unfinished cache, and compares the code of the machines that build them.
 
     DIR/.parts/settings.json   the code of the machine that fixed the plan, and its command
-    DIR/.parts/1-of-4          empty: partition 0 of 4 was started; the names of files count from 1
-    DIR/.parts/1-of-4.lock     held by the process that makes it
+    DIR/.parts/1-of-4          empty: partition 0 of 4 was started; file names count from 1
+    DIR/.parts/1-of-4.lock     held by the process that builds it
     DIR/.parts/weights.lock    held by the process that writes the target's weights
 
-A part's lock is taken while the folder's own lock is held. So a process that holds the folder's lock, and finds no part
-locked, has the folder alone. No file here is part of the finished cache: the seal removes the folder.
+A partition's lock is taken while the folder's own lock is held. So a process that holds the folder's lock, and finds no
+partition locked, has the folder alone. None of these files belongs to the finished cache: the seal removes .parts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from niels_gpt.eagle3.format.plan import differing_fields
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import canonical_json, write_bytes
-from niels_gpt.storage.leftovers import PROBE
 from niels_gpt.storage.locks import file_lock, refuse_while_held
-from niels_gpt.storage.locks.folder import MARKER
+from niels_gpt.storage.locks.leases import MARKER
 from niels_gpt.storage.meta_json import parse_object, read_regular, shortened
+from niels_gpt.storage.versions import PROBE
 
 Part = tuple[int, int]
 """(i, N), i from 1: partition i - 1 of N, which has the shards whose index divided by N leaves i - 1."""
@@ -45,26 +45,29 @@ _MOST_BYTES = 1 << 16
 
 
 def part_text(part: Part) -> str:
-    """Return how a partition is called in messages: partition 0 of 4."""
+    """Return a partition's name in messages: "partition 0 of 4"."""
     return f"partition {part[0] - 1} of {part[1]}"
 
 
 def has_parts(folder: Path) -> bool:
-    """Return whether parts were made in a folder that is not sealed."""
+    """Return whether a folder has partitions and is not sealed."""
     return (folder / PARTS_NAME).is_dir() and not os.path.lexists(folder / fileio.META_NAME)
 
 
 def known_parts(folder: Path) -> list[Part]:
-    """Return the parts that were ever started in a folder, by N and i. Raises: CacheError as `_checked`."""
+    """Return the partitions that were ever started in a folder, by N and i.
+
+    Raises: CacheError if .parts is no folder.
+    """
     found = (_PART.fullmatch(name) for name in _names(folder))
     parts = [(int(match[1]), int(match[2])) for match in found if match]
     return sorted((part for part in parts if part[0] <= part[1]), key=lambda part: part[::-1])
 
 
 def refuse_running(folder: Path, part: Part | None = None) -> None:
-    """Raise CacheError where a process makes a part now that has a shard in common with `part`; None: any part.
+    """Raise CacheError E503 if a process builds a partition that shares a shard with `part`; None: any partition.
 
-    To be called while the folder's lock is held, so that no part starts behind this check.
+    Call this while the folder's lock is held, so that no partition starts after the check.
     """
     for other in known_parts(folder):
         if part is None or (other[0] - part[0]) % gcd(other[1], part[1]) == 0:
@@ -75,7 +78,10 @@ def refuse_running(folder: Path, part: Part | None = None) -> None:
 
 @contextmanager
 def part_lock(folder: Path, part: Part) -> Iterator[Path]:
-    """Hold a part, and note that it was started; yield the lock. Raises: CacheError where another process holds it."""
+    """Lock a partition and note that it was started; yield the lock.
+
+    Raises: CacheError E503 if another process holds it.
+    """
     note = _checked(folder) / f"{part[0]}-of-{part[1]}"
     fileio.make_dir(note.parent)
     if not os.path.lexists(note):
@@ -87,7 +93,7 @@ def part_lock(folder: Path, part: Part) -> Iterator[Path]:
 
 @contextmanager
 def weights_claim(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield a lock, and whether it is held: then this process is to write the target's weights, and no other one."""
+    """Yield a lock, and whether this process holds it: only then it writes the target's weights."""
     lock = _checked(folder) / _WEIGHTS_LOCK
     with ExitStack() as held:
         try:
@@ -104,11 +110,10 @@ def weights_claim(folder: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def fix_settings(folder: Path, code: Mapping[str, Any], command: Sequence[str]) -> None:
-    """Record the code and the command of the first machine, or compare the code with the recorded one.
+    """Record code and command of the first machine; on every other machine compare the code. The folder's lock is held.
 
-    command: the words of precompute's command without --partitions and --partition, for messages; () where it is not
-        known.
-    The folder's lock is held. Raises: CacheError where the code is another one, naming what differs.
+    command: words of the precompute command without --partitions and --partition, for messages; () if unknown.
+    Raises: CacheError E712 for other code, naming the differences.
     """
     if (settings := _settings(folder)) is None:
         fileio.make_dir(_checked(folder))
@@ -119,7 +124,7 @@ def fix_settings(folder: Path, code: Mapping[str, Any], command: Sequence[str]) 
 
 
 def refuse_other_code(folder: Path, code: Mapping[str, Any]) -> None:
-    """Raise CacheError where the parts of a folder were started by other code, naming what differs."""
+    """Raise CacheError E712 if other code started a folder's partitions, naming the differences."""
     if (settings := _settings(folder)) is not None:
         _refuse_other_code(folder, settings["code"], code)
 
@@ -138,14 +143,14 @@ def _refuse_other_code(folder: Path, recorded: Mapping[str, Any], code: Mapping[
 
 
 def value_of(record: Any, name: str) -> Any:
-    """Return the value of a dotted name; None where there is none."""
+    """Return the value of a dotted name; None if it is missing."""
     for key in name.split("."):
         record = record.get(key) if isinstance(record, Mapping) else None
     return record
 
 
 def part_command(folder: Path, part: Part | None) -> str:
-    """Return the command that makes a part of a folder, as far as it is known; None: of all that is missing."""
+    """Return the command that builds a partition of a folder, as far as it is known; None: all that is missing."""
     flags = ["--resume"] if part is None else ["--partitions", str(part[1]), "--partition", str(part[0] - 1)]
     words = (_settings(folder) or {"command": []})["command"]
     if words[: len(_COMMAND)] != [*_COMMAND]:  # another's words are not printed as a command
@@ -157,9 +162,9 @@ def part_command(folder: Path, part: Part | None) -> str:
 
 
 def part_of(shard: int, parts: Sequence[Part]) -> Part | None:
-    """Return the part that has a shard: one that was started, the smallest; else one of the N that most parts have.
+    """Return a partition that has the shard: a started one, the smallest; else one of the most frequent N.
 
-    None where no part was ever started.
+    Returns None if no partition was ever started.
     """
     if not parts:
         return None
@@ -169,7 +174,7 @@ def part_of(shard: int, parts: Sequence[Part]) -> Part | None:
 
 
 def _settings(folder: Path) -> dict[str, Any] | None:
-    """Return settings.json; None where there is none. Raises: CacheError for one that no part wrote."""
+    """Return settings.json; None if there is none. Raises: CacheError for one that no partition wrote."""
     path = _checked(folder) / _SETTINGS
     try:
         settings = parse_object(read_regular(path, _MOST_BYTES))
@@ -194,15 +199,15 @@ def _settings(folder: Path) -> dict[str, Any] | None:
 
 
 def foreign_files(folder: Path) -> list[Path]:
-    """Return the files in `.parts` that no part made."""
+    """Return the files in `.parts` that no partition wrote."""
     return [folder / PARTS_NAME / name for name in _names(folder) if not _OWN.fullmatch(name)]
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove `.parts`, the `.locks.json` of --lock, and what killed checks left, of a cache that is finished.
+    """Remove `.parts`, the `.locks.json` of --lock, and leftovers of killed checks from a finished cache.
 
-    The folder's lock is held, and no part is running.
-    Raises: CacheError for a file in `.parts` that no part made; nothing is removed then.
+    The folder's lock is held, and no partition is running.
+    Raises: CacheError for a file in `.parts` that no partition wrote; then nothing is removed.
     """
     for path in foreign_files(folder):
         raise CacheError(path, "no file of a partition", remedy="Move it away, and seal again", code="E712")

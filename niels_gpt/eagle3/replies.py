@@ -1,29 +1,29 @@
-"""The target's own replies to chats, for a draft that is trained on what its target writes.
+"""Generates the target's own replies to chats, to train a draft on its target's distribution of texts.
 
-Three parts: prompts -> replies (`Speaker`), chats -> the same chats with the target's replies (`reply_to_all`), and the
-file of replies while it is made and when it is done (`opened`).
+Three steps: prompts become replies (`Speaker`), chats get the target's replies (`reply_to_all`), and a file collects
+them, finished or not (`opened`).
 
-**Replies** are made by transformers' generate, in batches padded on the left.
-A reply is greedy, or sampled. A sampled token is the first whose cumulative probability, in the order of the ids,
-exceeds a uniform number; the numbers of a reply depend on the seed and the prompt's name alone. So neither the other
-prompts of a batch nor their order choose a token. They may still change the rounding of the logits: padding and batch
-size select other kernels. Where two tokens are that close, replies of another batch size differ from there on. With a
-random Llama of four layers, whose logits are flat, none of 48 replies of 64 tokens differed in fp32 between batch sizes
-1, 4, 8 and 16; in bf16 a third to a half did, and most of the sampled ones.
+**Replies** come from transformers' generate, in batches padded on the left. A reply is greedy or sampled. A sampled
+token is the first whose cumulative probability, in the order of the ids, exceeds a uniform number; a reply's random
+numbers depend only on the seed and the prompt's name. So neither the other prompts of a batch nor their order choose a
+token. They may still change the rounding of the logits, as padding and batch size select other kernels: where two
+tokens are that close, replies of another batch size differ from there on. For a random Llama of four layers, with flat
+logits, none of 48 replies of 64 tokens differed in fp32 between batch sizes 1, 4, 8 and 16; in bf16 a third to a half
+did, and most of the sampled ones.
 
-**A chat** gets its replies turn by turn: each is conditioned on the replies before it. A chat ends early at the first
-reply that the target did not finish, which is kept, or that no template could hold, which is not. What follows in the
-chat is left out and counted.
+**A chat** gets its replies turn by turn, each conditioned on the replies before it. It ends early at the first reply
+that the target did not finish, which is kept, or that no template can hold, which is dropped. The rest of the chat is
+left out and counted.
 
 **The file**:
 
-    replies.jsonl          the rows in the order of the chats; it appears when all are done
-    replies.jsonl.record   what decides the rows; once done, the counts and the file's sha256
-    replies.jsonl.part     while it is made: the sha256 of what decides the rows; then a line for each chat that is
-                           done, with its rows and counts, in any order
+    replies.jsonl          the rows in the order of the chats; appears when all are done
+    replies.jsonl.record   the settings that decide the rows; when finished, also counts and the file's sha256
+    replies.jsonl.part     while unfinished: the settings' sha256, then a line with rows and counts for each finished
+                           chat, in any order
 
 The same command resumes: a torn last line is dropped, and only chats without a line run again. Other settings are
-refused. Neither suffix is one of a file of chats, so a folder of replies can be read as it is.
+refused. Neither suffix is a suffix of chats, so a folder of replies can be input as it is.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises: ValueError naming the field that is out of its limits."""
+        """Check the limits. Raises: ValueError naming the field."""
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}, expected 1 or more")
         if not 0 <= self.temperature < float("inf"):
@@ -100,7 +100,7 @@ class Sampling:
 
 
 class Prompt(NamedTuple):
-    """What the target replies to."""
+    """Token ids for the target to reply to."""
 
     name: str
     """With the seed, it decides the numbers that a reply is sampled by."""
@@ -108,7 +108,7 @@ class Prompt(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the target replies."""
+    """The target's reply."""
 
     ids: list[int]
     """Without the token that ends the turn."""
@@ -120,7 +120,7 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True)
 class Speaker:
-    """A target with what it needs to reply."""
+    """A target with all it needs to reply."""
 
     model: nn.Module
     stop_ids: tuple[int, ...]
@@ -132,9 +132,10 @@ class Speaker:
     """Tokens of prompt and reply, at most; None: no limit."""
 
     def replies(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Reply]:
-        """Return the reply to each prompt; one without room for a token is LENGTH 0 and CONTEXT.
+        """Return the reply to each prompt. A prompt without room for a token gets an empty reply that ends by CONTEXT.
 
         Prompts with less room than max_new_tokens run alone, all others together.
+
         Raises: ValueError for an empty prompt.
         """
         if any(not prompt.ids for prompt in prompts):
@@ -157,7 +158,7 @@ class Speaker:
         return Reply(ids, None, cut) if stop is None else Reply(ids[:stop], ids[stop], STOP)
 
     def _generate(self, prompts: list[Prompt], room: int, sampling: Sampling) -> list[list[int]]:
-        """Return up to `room` new tokens of each prompt; behind a token that ends a turn, anything."""
+        """Return up to `room` new tokens of each prompt; tokens after the end of the turn are arbitrary."""
         from transformers import GenerationConfig, LogitsProcessorList
 
         if room == 0:
@@ -185,7 +186,7 @@ class Speaker:
 
 
 class _Choice:
-    """A logits processor that leaves one token, so that the greedy search takes it."""
+    """A logits processor that leaves one token, so that greedy search takes it."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, chances: list[random.Random]) -> None:
         self._sampling, self._vocab_size, self._chances = sampling, vocab_size, chances
@@ -201,7 +202,7 @@ class _Choice:
 
 
 def _sampled(logits: Tensor, top_p: float, uniform: Tensor) -> Tensor:
-    """Return a token of each row [B]. logits: float32 [B, V]; uniform: float64 [B], each below 1."""
+    """Sample one token of each row [B]. logits: float32 [B, V]; uniform: float64 [B], each below 1."""
     probs = torch.softmax(logits, -1, dtype=torch.float64)
     if top_p < 1:
         ordered, ids = torch.sort(probs, stable=True, dim=-1, descending=True)
@@ -218,7 +219,7 @@ def _chance(seed: int, name: str) -> int:
 
 @contextmanager
 def _neutral(model: Any) -> Iterator[None]:
-    """Put a model's own generation config aside: its temperature, penalties and stops would be merged in silently."""
+    """Set a model's own generation config aside: generate would silently merge its temperature, penalties and stops."""
     from transformers import GenerationConfig
 
     before = model.generation_config
@@ -237,7 +238,7 @@ Generate = Callable[[Sequence[Prompt]], list[Reply]]
 
 @dataclass
 class Answered:
-    """A chat as far as the target has replied to it."""
+    """A chat and the target's replies to it so far."""
 
     chat: Chat
     spots: list[int]
@@ -256,7 +257,7 @@ class Answered:
 
     @property
     def next_prompt(self) -> Chat | None:
-        """The messages before the next reply; None at the end."""
+        """Messages before the next reply; None at the end."""
         if self.ended_by is not None or len(self.replies) == len(self.spots):
             return None
         spot = self.spots[len(self.replies)]
@@ -269,16 +270,16 @@ class Answered:
         self.counts[reason] += 1
 
     def row(self) -> dict[str, Any]:
-        """Return the row of the form "messages"."""
+        """Return the chat's row in the form "messages"."""
         tools = {} if self.chat.tools is None else {"tools": self.chat.tools}
         early = {} if self.ended_by is None else {"ended_by": self.ended_by}
         return {"id": self.chat.name, "messages": self.messages, **tools, "replies": self.replies, **early}
 
 
 def reply_spots(messages: Messages, turns: str) -> list[int]:
-    """Return the numbers of the messages that the target writes, from 0: in place of the assistant's, and at the end.
+    """Return the indices of the messages that the target writes: the assistant's, and one after a last question.
 
-    turns: one of TURNS. A turn of the assistant that nothing stands before is kept as it is: there is no prompt.
+    turns: one of TURNS. An assistant's turn at the very beginning is kept, as it has no prompt.
     """
     spots = [number for number in assistant_turns(messages) if number]
     if messages and messages[-1].get("role") in _ASKING:
@@ -287,9 +288,9 @@ def reply_spots(messages: Messages, turns: str) -> list[int]:
 
 
 def started(chat: Chat, turns: str, before: int = 0) -> Answered:
-    """Return a chat without replies, which has ended where there is nothing to reply to, or a turn calls a tool.
+    """Return a chat without replies. It has ended already if nobody asks, or if a turn calls a tool.
 
-    before: chats of the same name that stand before it in the source.
+    before: number of chats with the same name earlier in the source.
     """
     answered = Answered(chat, reply_spots(chat.messages, turns), before=before)
     if not answered.spots:
@@ -302,9 +303,10 @@ def started(chat: Chat, turns: str, before: int = 0) -> Answered:
 def next_prompts(
     chats: Sequence[Answered], tokenizer: ChatTokenizer, form: str
 ) -> list[tuple[Answered, Chat, list[int]]]:
-    """Return the chats that go on, each with its next prompt and the ids of it; the others have ended. form: of FORMS.
+    """Return the chats that continue, each with its next prompt and the prompt's ids; end the others.
 
-    Raises: ValueError as ChatTokenizer.encode_chats.
+    form: one of FORMS.
+    Raises: ValueError for a template that cannot be used.
     """
     waiting = [(each, prompt) for each in chats if (prompt := each.next_prompt) is not None]
     encoded = tokenizer.plain_ids([prompt for _, prompt in waiting], prompt=True)
@@ -320,9 +322,9 @@ def next_prompts(
 
 
 def _keeps_its_turns(prompt: Chat, tokenizer: ChatTokenizer) -> bool:
-    """Whether the template writes the assistant's turns of a prompt as it did, once another one stands behind them.
+    """Return whether the template writes a prompt's earlier replies unchanged when another reply follows.
 
-    Else the chat has no further reply (NOT_STABLE): the file would be refused as input.
+    If not, the chat gets no further reply (NOT_STABLE): its row would be refused as input.
     """
     if not assistant_turns(prompt.messages):
         return True
@@ -331,9 +333,9 @@ def _keeps_its_turns(prompt: Chat, tokenizer: ChatTokenizer) -> bool:
 
 
 def reply_to_all(chats: Sequence[Answered], tokenizer: ChatTokenizer, generate: Generate, form: str = MESSAGES) -> None:
-    """Let the target reply to chats until each has ended, one turn of all of them at a time. form: of FORMS.
+    """Let the target reply to chats until each has ended, one turn of all chats at a time. form: one of FORMS.
 
-    Raises: ValueError as `next_prompts`.
+    Raises: ValueError for a template that cannot be used.
     """
     while asked := next_prompts(chats, tokenizer, form):
         replies = generate([Prompt(_name(each, prompt), ids) for each, prompt, ids in asked])
@@ -345,7 +347,7 @@ def reply_to_all(chats: Sequence[Answered], tokenizer: ChatTokenizer, generate: 
 
 
 def _name(answered: Answered, prompt: Chat) -> str:
-    """Return what a reply's random numbers depend on, beside the seed."""
+    """Return the name that decides a reply's random numbers, together with the seed."""
     again = f" {answered.before}" if answered.before else ""
     return f"{len(prompt.messages)}{again}\n{prompt.name}"
 
@@ -378,9 +380,9 @@ def _add(answered: Answered, prompt: Chat, ids: list[int], reply: Reply, tokeniz
 
 
 def _content(prompt: Chat, text: str, ids: list[int], tokenizer: ChatTokenizer) -> str | RefusedChat:
-    """Return a reply's content, or the refusal of the chat with it. ids: that the target saw and chose.
+    """Return a reply's content, or the template's refusal of the chat with it. ids: of the prompt and the reply.
 
-    A template may write white space that the target writes itself: then it is the text without it that has these ids.
+    A template may add white space that the target wrote itself: then the stripped text has these ids.
     """
     found: str | RefusedChat = text
     for content in dict.fromkeys((text, text.strip())):
@@ -397,7 +399,7 @@ def _content(prompt: Chat, text: str, ids: list[int], tokenizer: ChatTokenizer) 
 
 
 class ReplyFile:
-    """A file of replies that this process makes. Made by `opened`."""
+    """A file of replies that this process writes; `opened` creates it."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path, self._settings = path, json.loads(json.dumps(settings))
@@ -411,9 +413,9 @@ class ReplyFile:
         self._part: OutputFile | None = None
 
     def append(self, chats: Sequence[tuple[int, Sequence[Mapping[str, Any]], Mapping[str, int]]]) -> None:
-        """Add chats, each its number, rows and counts; durable when it returns. Those that are done are left out.
+        """Append finished chats, each with number, rows and counts; durable on return. Skips chats that are there.
 
-        Raises: CacheError E512 where this process has lost its lease, so that another one may append.
+        Raises: CacheError E512 if this process has lost its lease, as another one may append.
         """
         assert self._part is not None
         self._check_lease()
@@ -426,7 +428,7 @@ class ReplyFile:
         self._part.sync()
 
     def finish(self, counters: Mapping[str, int]) -> dict[str, Any]:
-        """Write the file, in the order of the chats; returns the record. counters: of what the source dropped."""
+        """Write the final file in the order of the chats; return its record. counters: inputs the source dropped."""
         assert self._part is not None
         self._check_lease()
         temporary = self.path.with_name(f".{self.path.name}.tmp")
@@ -456,7 +458,7 @@ class ReplyFile:
         self.counts.update(counts)
 
     def _start(self) -> dict[str, Any] | None:
-        """Open the part file, at the end of its last whole line; returns the record if all is done already."""
+        """Open the part file after its last whole line; return the record if everything is done already."""
         record, part = recorded(self.path), _beside(self.path, _PART)
         if record is None and os.path.lexists(self.path):
             raise CacheError(self.path, "is there, and no run made it", remedy="Name another --output", code="E704")
@@ -476,9 +478,9 @@ class ReplyFile:
         return None
 
     def _read(self, part: Path) -> int:
-        """Read the whole lines of a part file; returns their length in bytes.
+        """Read the whole lines of a part file; return their length in bytes.
 
-        Raises: CacheError for one that is damaged, or that a run with other settings left behind.
+        Raises: CacheError E701 for damage; CacheError E703 for a file of other settings.
         """
         with open(open_regular(part), "rb") as file:
             first = file.readline(_MAX_LINE)
@@ -514,11 +516,11 @@ class ReplyFile:
 
 @contextmanager
 def opened(path: Path, settings: Mapping[str, Any]) -> Iterator[ReplyFile | dict[str, Any]]:
-    """Yield the file of replies to make or to resume; or its record, where it is done.
+    """Yield the file of replies to write or to resume, or its record if it is finished.
 
-    settings: all that decides the rows, values of JSON.
-    Raises: CacheError where another process makes it, where it was made with other settings or by something else, and
-        where it is damaged or was changed.
+    settings: everything that decides the rows, as JSON values.
+    Raises: CacheError E503 if another process writes it; E703 for other settings; E704 for a file that no run wrote;
+        E205 for a link or non-file; E701 for damage.
     """
     fileio.make_dir(path.parent)
     for own in (path.with_name(f".{path.name}.tmp"), _beside(path, _PART), _beside(path, _LOCK)):
@@ -537,7 +539,7 @@ def opened(path: Path, settings: Mapping[str, Any]) -> Iterator[ReplyFile | dict
 
 
 def recorded(path: Path) -> dict[str, Any] | None:
-    """Return the record of a file of replies; None without one. Raises: CacheError for a damaged one."""
+    """Return the record of a file of replies; None without one. Raises: CacheError E701 for a damaged one."""
     record = _beside(path, _RECORD)
     try:
         found = parse_object(read_regular(record))
@@ -552,7 +554,7 @@ def recorded(path: Path) -> dict[str, Any] | None:
 
 
 def refuse_other(path: Path, record: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise CacheError, naming the fields, where a file of replies was started with other settings."""
+    """Raise CacheError E703, naming the fields, if a file of replies was started with other settings."""
     before = record["settings"]
     differ = sorted(name for name in {*before, *settings} if before.get(name) != settings.get(name))
     if differ:

@@ -1,7 +1,7 @@
-"""What a rerun may continue: which plan a folder holds, which of its shards are finished, and what is refused.
+"""Decides what a rerun may continue: which plan a folder holds, which shards are finished, which folders are refused.
 
-A folder may be continued if its plan.json, or the plan that all its receipts name, is the plan of this run. Everything
-is checked before the input is tokenized as far as that is possible (`refuse_other_plan`), and nothing is changed.
+A run may continue a folder if its plan.json, or the plan that all its receipts name, equals the run's plan. As much as
+possible is checked before the input is tokenized (`refuse_other_plan`); nothing is changed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from niels_gpt.eagle3.partitions import Part, has_parts, known_parts, part_text,
 from niels_gpt.engine.units import Unit
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
-from niels_gpt.storage.leftovers import PROBE
-from niels_gpt.storage.locks.folder import LEASES_DIR, MARKER
+from niels_gpt.storage.locks.leases import LEASES_DIR, MARKER
 from niels_gpt.storage.meta_json import meta_bytes, parse_object, read_regular, shortened
+from niels_gpt.storage.versions import PROBE
 from niels_gpt.tokenizers.files import CONFIG_NAME, TEMPLATE_NAME
 
 logger = logging.getLogger(__name__)
@@ -81,12 +81,12 @@ _FOLLOWS = ("dropped.", "altered.", "samples.", "batches.sha256", "manifest.sele
 
 
 def finished_shards(cache_dir: PathLike, plan: TargetPlan, *, resume: bool, part: Part | None = None) -> set[int]:
-    """Return the shards of a plan that are finished in a folder, which may be absent; see `is_finished`.
+    """Return the finished shards of a plan in a folder, which may be absent; see `is_finished`.
 
-    part: the one that is to be made, if not the whole cache; it continues what is there without `resume`.
-    Raises: CacheError where the plan may not be run there: without `resume` in a folder that holds anything; with it in
-        one of another plan (its differing fields are named), of another tool, or with another cache's meta.json; and
-        where one of its files, or the sidecar, is a link, because nothing is written or removed through one.
+    part: the partition to build; it continues the folder without `resume`. None: the whole cache.
+    Raises: CacheError E704 for a folder that holds anything (without `resume`) or another cache's meta.json; CacheError
+        E703 (for a partition E712) for another plan, naming the differing fields, or a cache without a usable plan;
+        CacheError E205 for a file or sidecar that is a link, as nothing is written or removed through one.
     """
     refuse_links(cache_dir)
     if part is not None:
@@ -125,7 +125,7 @@ def _finished_shards(cache_dir: PathLike, plan: TargetPlan) -> set[int]:
 
 @contextmanager
 def _refusing_a_part(part: Part) -> Iterator[None]:
-    """Say of another plan, in the block, what it means for a part."""
+    """Turn a refusal (E703) in the block into one that names the partition (E712)."""
     try:
         yield
     except CacheError as error:
@@ -143,9 +143,9 @@ def _refusing_a_part(part: Part) -> Iterator[None]:
 def refuse_other_plan(
     folder: Path, manifest: Mapping[str, Any], known: Mapping[str, Any], part: Part | None = None
 ) -> None:
-    """Raise CacheError, as `finished_shards`, if no input could make a run's plan the one in a folder.
+    """Raise CacheError, as `finished_shards` does, if no input could give this run the plan of a folder.
 
-    manifest: of the run, without num_samples. known: the parts of its plan that are known before the input is read.
+    manifest: of the run, without num_samples. known: the fields of its plan that are known before the input is read.
     A folder without a complete plan is left to `finished_shards`.
     """
     try:
@@ -159,9 +159,9 @@ def refuse_other_plan(
 
 
 def refuse_other_manifest(folder: Path, plan: TargetPlan, part: Part) -> None:
-    """Raise CacheError where a folder's manifest is not that of a part's plan: another draft vocabulary, another head.
+    """Raise CacheError if the manifest of a folder differs from a partition's plan: another draft vocabulary or head.
 
-    A whole run may change them; other parts may be running.
+    A run of the whole cache may change these; for a partition, others may be running.
     """
     with contextlib.suppress(FileNotFoundError):
         manifest = read_manifest(folder)
@@ -171,11 +171,12 @@ def refuse_other_manifest(folder: Path, plan: TargetPlan, part: Part) -> None:
 
 
 def refuse_other_draft(folder: Path, selected: list[int] | None, size: int, *, is_stated: bool) -> None:
-    """Raise CacheError if a run would give a native cache in a folder another draft vocabulary.
+    """Raise CacheError E703 if a run would change the draft vocabulary of a native cache.
 
-    An unfinished cache may get one that is stated: it may be unfinished because the first one had no position.
-    selected: target ids of the run's draft tokens; None: `size` of them, another number than the manifest has.
-    is_stated: whether somebody has set the run's draft vocabulary.
+    An unfinished cache accepts one that the user states: the first one may have had no position.
+
+    selected: target ids of the run's draft tokens; None: `size` tokens, another number than the manifest's.
+    is_stated: whether the user set the draft vocabulary.
     """
     try:
         manifest = read_manifest(folder)
@@ -194,16 +195,16 @@ def refuse_other_draft(folder: Path, selected: list[int] | None, size: int, *, i
 
 
 def recorded_plan(folder: Path | None) -> dict[str, Any]:
-    """Return the content of a folder's plan.json; {} where it is missing or damaged: `finished_shards` decides then."""
+    """Return the content of a folder's plan.json; {} if it is missing or damaged, which `finished_shards` reports."""
     with contextlib.suppress(CacheError):
         return {} if folder is None else read_record(folder) or {}
     return {}
 
 
 def _is_of_plan(cache_dir: PathLike, plan: TargetPlan, shards: set[int]) -> bool:
-    """Return whether a folder holds this plan, or a cache made by it; False where it holds neither plan nor cache.
+    """Return whether a folder holds this plan or a cache made by it; False if it holds neither plan nor cache.
 
-    Raises: CacheError where there is another plan, or a cache that is not known to be of this one.
+    Raises: CacheError for another plan, or a cache that is not known to be made by this one.
     """
     has_manifest = os.path.lexists(manifest_path(cache_dir))  # written after the plan, perhaps at this moment
     record, damage = _read_record(cache_dir)
@@ -231,7 +232,7 @@ def _is_of_plan(cache_dir: PathLike, plan: TargetPlan, shards: set[int]) -> bool
 
 
 def differing_manifest(manifest: Mapping[str, Any], plan: TargetPlan) -> list[str]:
-    """Return the fields in which a folder's manifest differs from a plan's, but those that decide no shard's bytes."""
+    """Return the fields in which a folder's manifest differs from a plan's, except any that decide no shard's bytes."""
     names = differing_fields(manifest, plan.manifest, "manifest.")
     if plan.is_native and manifest.get("format_version") == plan.manifest["format_version"]:
         names = [name for name in names if name.split(".")[1] not in FREE]
@@ -239,7 +240,7 @@ def differing_manifest(manifest: Mapping[str, Any], plan: TargetPlan) -> list[st
 
 
 def _read_record(cache_dir: PathLike) -> tuple[dict[str, Any] | None, str]:
-    """Return the content of plan.json and ""; or None and what is damaged, "" where there is no such file."""
+    """Return the content of plan.json and ""; or None and its damage, "" if the file is missing."""
     path = Path(cache_dir, SIDECAR, PLAN_NAME)
     try:
         return read_record(cache_dir), ""
@@ -250,7 +251,7 @@ def _read_record(cache_dir: PathLike) -> tuple[dict[str, Any] | None, str]:
 
 
 def _plans_named(cache_dir: PathLike, shards: set[int]) -> set[str]:
-    """Return the sha256 of the plans that the receipts and meta.json name."""
+    """Return the sha256 of every plan that receipts or meta.json name."""
     named = {(finished_meta(cache_dir) or {}).get("plan_sha256")}
     for shard in shards:
         with contextlib.suppress(CacheError):  # a damaged receipt: the shard is made again
@@ -260,7 +261,7 @@ def _plans_named(cache_dir: PathLike, shards: set[int]) -> set[str]:
 
 
 def _refuse_without_plan(cache_dir: PathLike, plan: TargetPlan, made_by: set[str], damage: str) -> None:
-    """Raise CacheError for a cache whose plan.json is missing or damaged and whose plan is not known to be this one."""
+    """Raise CacheError for a cache without a usable plan.json whose shards are not known to be of this plan."""
     name, remedy = f"{SIDECAR}/{PLAN_NAME}", _FRESH
     if made_by:
         sums = ", ".join(sorted(each[:12] for each in made_by))
@@ -311,7 +312,7 @@ def _refuse_other(
 
 
 def _values(name: str, record: dict[str, Any], manifest: dict[str, Any], plan: TargetPlan) -> str:
-    """Return the recorded value of a field, from plan.json or manifest.json, and this run's."""
+    """Return a field's recorded value, from plan.json or manifest.json, and this run's value, as text."""
     now, recorded = (
         [value_of(of_plan, name), value_of({"manifest": of_manifest}, name)]
         for of_plan, of_manifest in ((plan.record, plan.manifest), (record, manifest))
@@ -327,13 +328,13 @@ def _values(name: str, record: dict[str, Any], manifest: dict[str, Any], plan: T
 
 
 def _shown(name: str, value: Any) -> str:
-    """Return a value of a plan for a message: twelve digits of a sha256, and no more than 80 characters."""
+    """Return a plan value for a message: twelve digits of a sha256, at most 80 characters."""
     text = str(value)[:12] if "sha256" in name and value else shortened(value)
     return text if len(text) < 80 else f"{text[:76]} ..."
 
 
 def _template_file(target: Any, sha256: Any) -> str:
-    """Return the file of a target's folder that has the chat template of this sha256, as ` of FILE`; "" for none."""
+    """Return " of FILE" for the file in a target's folder that holds the chat template of this sha256; "" for none."""
     for name in (TEMPLATE_NAME, CONFIG_NAME):
         with contextlib.suppress(OSError, ValueError):
             raw = read_regular(path := Path(str(target), name))
@@ -347,9 +348,9 @@ def _template_file(target: Any, sha256: Any) -> str:
 
 
 def refuse_existing(cache_dir: PathLike) -> None:
-    """Raise CacheError where a folder holds anything that a run from scratch would write into or replace.
+    """Raise CacheError E704 if a folder holds anything that a run from scratch would write into or replace.
 
-    The lock and temporary files of a run that was killed before it had a plan are no reason.
+    Locks and temporary files of a run that was killed before it had a plan are ignored.
     """
     plan = os.path.join(cache_dir, SIDECAR, PLAN_NAME)
     what = "shards" if existing_shard_indices(cache_dir) else "a plan" if os.path.lexists(plan) else "a manifest"
@@ -361,7 +362,7 @@ def refuse_existing(cache_dir: PathLike) -> None:
 
 
 def _refuse_foreign(cache_dir: PathLike) -> None:
-    """Raise CacheError where a folder without a plan holds anything but what a killed run leaves."""
+    """Raise CacheError if a folder without a plan holds anything but the leftovers of a killed run."""
     folder, sidecar = Path(cache_dir), Path(cache_dir, SIDECAR)
     if not os.path.lexists(folder):
         return
@@ -385,7 +386,7 @@ def _refuse_foreign(cache_dir: PathLike) -> None:
 
 
 def _refuse_foreign_meta(cache_dir: PathLike) -> None:
-    """Raise CacheError for a meta.json that is another cache's, or no file; a damaged one is written again."""
+    """Raise CacheError for another cache's meta.json or a non-file; a damaged one is written again."""
     path = Path(cache_dir, META_NAME)
     if not os.path.lexists(path):
         return
@@ -405,9 +406,9 @@ def _refuse_foreign_meta(cache_dir: PathLike) -> None:
 
 
 def look_at(cache_dir: PathLike, plan: TargetPlan, shard: int) -> Unit:
-    """Return a shard by its receipt, which is of this plan and states the size that the shard has where it is finished.
+    """Return a shard's state by its receipt and its size: finished, missing, stale (of another plan) or damaged.
 
-    Its items are samples. Other states: missing, stale (of another plan), damaged.
+    The unit's items are samples.
     """
     try:
         receipt = read_receipt(cache_dir, shard)
@@ -429,7 +430,7 @@ def look_at(cache_dir: PathLike, plan: TargetPlan, shard: int) -> Unit:
 
 
 def is_finished(cache_dir: PathLike, plan: TargetPlan, shard: int) -> bool:
-    """Return whether a shard is finished, as `look_at` has it; a warning names a damaged one."""
+    """Return whether a shard is finished by `look_at`; log a warning about a damaged one."""
     unit = look_at(cache_dir, plan, shard)
     if unit.state == "damaged":
         logger.warning(
@@ -439,9 +440,9 @@ def is_finished(cache_dir: PathLike, plan: TargetPlan, shard: int) -> bool:
 
 
 def finished_meta(cache_dir: PathLike, plan: TargetPlan | None = None) -> dict[str, Any] | None:
-    """Return a meta.json that is undamaged; None where there is none.
+    """Return an undamaged meta.json; None if there is none.
 
-    plan: the one that the meta.json must name, with every file that it lists present in its size.
+    plan: required plan; every file that meta.json lists must then exist in its recorded size.
     """
     folder = Path(cache_dir)
     try:
@@ -458,9 +459,9 @@ def finished_meta(cache_dir: PathLike, plan: TargetPlan | None = None) -> dict[s
 
 
 def leftovers(cache_dir: PathLike, shards: Collection[int] | None = None) -> list[Path]:
-    """Return the temporary files in a folder; if its lock is free, no process writes them any more.
+    """Return a folder's temporary files. While its lock is free, no process writes them.
 
-    shards: only theirs, of a part whose lock is held: other parts may be running. None: all of the folder.
+    shards: only the files of these shards, for a partition whose lock is held, as others may run; None: all files.
     """
     folders = [folder for folder in (Path(cache_dir), Path(cache_dir, SIDECAR)) if folder.is_dir()]
     found = ((path, _LEFTOVER.fullmatch(path.name)) for folder in folders for path in folder.iterdir())
@@ -472,12 +473,12 @@ def leftovers(cache_dir: PathLike, shards: Collection[int] | None = None) -> lis
 
 
 def finished_of(folder: Path, plan: TargetPlan) -> set[int]:
-    """Return the shards of a plan that are there with their receipts, by their sizes."""
+    """Return the plan's shards that are there with their receipts, by size."""
     return {shard for shard in range(plan.num_shards) if is_finished(folder, plan, shard)}
 
 
 def progress_text(folder: Path, plan: TargetPlan, done: Collection[int]) -> str:
-    """Return how many shards are there, of all and of each part that was started and is not complete; "" of no part."""
+    """Return how many shards are there, in all and in each unfinished partition; "" if no partition was started."""
     found, shown = {*done}, []
     parts = known_parts(folder)
     if not parts:
@@ -492,7 +493,7 @@ def progress_text(folder: Path, plan: TargetPlan, done: Collection[int]) -> str:
 
 
 def refuse_unsealed(path: Path) -> None:
-    """Raise CacheError where parts were made in a folder that is not sealed; it names them, and the command to seal."""
+    """Raise CacheError E712 for an unsealed folder with partitions; name them and the command that seals it."""
     folder = path.resolve()
     if not has_parts(folder):
         return

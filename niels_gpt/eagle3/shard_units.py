@@ -1,6 +1,6 @@
-"""Shards as units of `niels_gpt.engine.units`: where the receipt of one is, what damages it, what lies in its way.
+"""Shards as units of `niels_gpt.engine.units`: their receipts, their damage, and what blocks building one.
 
-Torch is loaded by the methods: the table of kinds holds an object of this class.
+Methods import torch on demand: the table of kinds holds an object of this class.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from niels_gpt.engine.units import Looks, Unit
-from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.work import Progress
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.format.plan import TargetPlan
 
 
 class PlannedFolder(NamedTuple):
-    """The plan of a cache, and the folder in which its shards are made."""
+    """A cache's plan, and the folder in which its shards are built."""
 
     path: Path
     """What errors name: the public path of the cache."""
@@ -33,18 +33,18 @@ class PlannedFolder(NamedTuple):
 
 
 class ShardUnits(Looks[PlannedFolder]):
-    """All units lie in one folder: shards beside each other, and their receipts in its sidecar."""
+    """Looks at the shards of one folder, by their receipts in its sidecar."""
 
     word = "shard"
 
     def look(self, plan: PlannedFolder, number: int) -> Unit:
-        """Return a shard by its receipt and its size."""
+        """Return a shard's state by its receipt and its size."""
         from niels_gpt.eagle3.resume import look_at
 
         return look_at(plan.folder, plan.plan, number)
 
     def size(self, plan: PlannedFolder, unit: Unit) -> int:
-        """Return the bytes of a shard."""
+        """Return a shard's bytes."""
         return plan.plan.bytes_of(unit.number)
 
     def damage(self, plan: PlannedFolder, unit: Unit, progress: Progress | None) -> str:
@@ -64,7 +64,7 @@ class ShardUnits(Looks[PlannedFolder]):
         return damage[0][1].removeprefix(f"{shard_path(plan.folder, unit.number)}: ") if damage else ""
 
     def foreign(self, plan: PlannedFolder) -> Iterator[tuple[Path, str]]:
-        """Yield shards beyond the plan's, and files that no part has put into `.parts`."""
+        """Yield shards beyond the plan's, and files in `.parts` that no partition wrote."""
         from niels_gpt.eagle3.format.layout import shard_path
         from niels_gpt.eagle3.format.manifest import existing_shard_indices
         from niels_gpt.eagle3.partitions import foreign_files
@@ -83,7 +83,7 @@ class ShardUnits(Looks[PlannedFolder]):
         return [Path(shard_path(plan.folder, unit.number))]
 
     def refusal(self, path: Path, found: str, remedy: str) -> CacheError:
-        """Return the error that names the unfinished ones."""
+        """Return the error E712 about unfinished shards."""
         return CacheError(path, found, remedy=remedy, code="E712")
 
 

@@ -1,15 +1,15 @@
-"""The target model: which of its layers are captured, and its outputs, shifted for an EAGLE-3 draft or as they are.
+"""Run a target model and return its outputs: shifted for an EAGLE-3 draft, or as they are for the native form.
 
     model = load_target("meta-llama/Llama-3.1-8B-Instruct", revision=None, dtype=torch.bfloat16, attention="sdpa",
                         device="cuda")
     batch = HFEagle3TargetModel(model).generate_batch(input_ids, attention_mask, loss_mask)
 
-Slot p of a batch holds what the draft gets at p: the hidden states of token p, token p+1, and the target's logits for
-token p+2. Token ids, loss mask and logits are therefore shifted left by one; hidden states and attention mask are not.
-A layer id i is a decoder block, counted from 0, and means its output: `hidden_states[i + 1]` of transformers.
-`capture` has the hidden states of any number of layers, not shifted, for the native form.
+Slot p of a batch holds what the draft gets at position p: the hidden states of token p, the id of token p+1, and the
+target's logits for token p+2. Ids, loss mask and logits are therefore shifted left by one; hidden states and attention
+mask are not. A layer id counts decoder blocks from 0 and means the block's output: id i is `hidden_states[i + 1]` of
+transformers. `capture` returns the unshifted hidden states of any number of layers, for the native form.
 
-models.py opens models, and writes the small one of the sample.
+models.py loads target models and writes the small one of the sample.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 NUM_AUX_LAYERS = 3
 CHUNK_VALUES = 1 << 24
-"""Logits processed at a time: 64 MiB of float32. A batch's logits take gigabytes."""
+"""Logits computed at a time: 64 MiB of float32. All logits of a batch take gigabytes."""
 _BLOCKS = (
     "model.layers",  # Llama, Qwen, Mistral and most others
     "model.language_model.layers",  # multimodal models
@@ -56,9 +56,9 @@ _BLOCKS = (
 class Eagle3TargetBatch:
     """The target's outputs for a batch of B samples of S slots, shifted; on the model's device.
 
-    aux_hidden_states: [B, S, 3H] of the model's dtype, the captured layers side by side in the order of their ids.
-    logits: [B, S, V] of the model's dtype; slot p has those of token p+1, the last slot zeros.
-    input_ids, loss_mask: [B, S] as given, but shifted left by one; the last slot is zero.
+    aux_hidden_states: [B, S, 3H] in the model's dtype; the captured layers side by side, in the order of their ids.
+    logits: [B, S, V] in the model's dtype; slot p has the logits of token p+1, the last slot zeros.
+    input_ids, loss_mask: [B, S], shifted left by one; the last slot is zero.
     attention_mask: [B, S] as given.
     """
 
@@ -70,21 +70,21 @@ class Eagle3TargetBatch:
 
 
 def _shift_left_with_zero(tensor: Tensor) -> Tensor:
-    """Return a tensor [B, S, ...] whose slot p is the given one's slot p+1; the last slot is zero. A copy."""
+    """Return a copy of a tensor [B, S, ...] shifted left by one slot; the last slot is zero."""
     shifted = torch.zeros_like(tensor)
     shifted[:, :-1] = tensor[:, 1:]
     return shifted
 
 
 def _shift_logits(logits: Tensor) -> Tensor:
-    """Return the logits shifted as by `_shift_left_with_zero`, in place if possible."""
+    """Shift logits left by one slot, in place if possible."""
     if not logits.is_contiguous() or logits.is_inference() or logits.requires_grad:
         return _shift_left_with_zero(logits)
     num_rows, width, vocab_size = logits.shape
     at_once = max(1, CHUNK_VALUES // max(1, num_rows * vocab_size))
     for start in range(0, width - 1, at_once):
         stop = min(start + at_once, width - 1)
-        # Through a copy, as the two overlap. The next part reads only later slots.
+        # Through a copy, as the two overlap. The next chunk reads only later slots.
         logits[:, start:stop] = logits[:, start + 1 : stop + 1].clone()
     logits[:, -1:] = 0
     return logits
@@ -93,7 +93,10 @@ def _shift_logits(logits: Tensor) -> Tensor:
 def default_eagle3_aux_layer_ids(num_layers: int) -> list[int]:
     """Return the ids of a low, a middle and a high block: 1, n // 2 - 1 and n - 4.
 
-    Raises: ValueError where these are not three blocks of the model, which must have 7 or more.
+        >>> default_eagle3_aux_layer_ids(32)
+        [1, 15, 28]
+
+    Raises: ValueError for a model of fewer than 7 layers, where these are not three different blocks.
     """
     chosen = [1, num_layers // 2 - 1, num_layers - 4]
     if len(set(chosen)) != NUM_AUX_LAYERS or not all(0 <= layer < num_layers for layer in chosen):
@@ -107,10 +110,10 @@ def default_eagle3_aux_layer_ids(num_layers: int) -> list[int]:
 def checked_aux_layer_ids(
     aux_layer_ids: Sequence[int] | None, num_layers: int, *, count: int | None = NUM_AUX_LAYERS
 ) -> list[int]:
-    """Return the layer ids as a list; None: the default ones.
+    """Return the layer ids as a list; None stands for the default ones.
 
-    count: of the ids; None: any number of them.
-    Raises: ValueError unless they are distinct blocks of a model of `num_layers`.
+    count: required number of ids; None: any.
+    Raises: ValueError unless the ids are distinct blocks of a model of `num_layers` layers.
     """
     if aux_layer_ids is None:
         return default_eagle3_aux_layer_ids(num_layers)
@@ -131,12 +134,12 @@ def checked_aux_layer_ids(
 
 
 def parse_aux_layers(text: str, num_layers: int) -> list[int]:
-    """Return the layer ids that a text names, for a model of `num_layers`.
+    """Return the layer ids that a text names, for a model of `num_layers` layers.
 
-    text: "eagle3", the three of `default_eagle3_aux_layer_ids`; "dflash:N", N blocks at even distances from 1 to n - 3,
-    and n // 2 for N = 1, which is `build_target_layer_ids` of model/utils.py in github.com/z-lab/dflash (the same in
-    specforge/modeling/draft/dflash.py of specforge 0.2.0); or ids with commas between them, such as "1,15,28".
-    Raises: ValueError for another text, and where these are not distinct blocks of the model.
+    text: "eagle3": the three of `default_eagle3_aux_layer_ids`. "dflash:N": N blocks evenly spaced from 1 to n - 3, or
+        n // 2 for N = 1, as `build_target_layer_ids` in model/utils.py of github.com/z-lab/dflash (and in
+        specforge/modeling/draft/dflash.py of specforge 0.2.0). Else ids separated by commas: "1,15,28".
+    Raises: ValueError for another text, or if these are not distinct blocks of the model.
     """
     rule, _, number = text.partition(":")
     if text == "eagle3":
@@ -163,13 +166,14 @@ def _dflash_layer_ids(num_layers: int, count: int) -> list[int]:
 def capture(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor, layers: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a target once over a batch and return its hidden states; of its logits only one slot is computed.
+    """Run a target over a batch and return its hidden states. Only one slot of each row reaches the lm_head.
 
     model: in eval mode. input_ids, attention_mask: int64 [B, W], unshifted and padded on the right. layers: K ids.
-    Returns (aux [B, W, K, H], pre_norm [B, W, H], post_norm [B, W, H]) of the model's dtype, on its device, without
-    gradients: the outputs of the blocks `layers`, that of the last block, and what lm_head takes.
-    Raises: ValueError for other padding, and where the blocks or the lm_head are not found; RuntimeError where one of
-        them did not run.
+    Returns (aux [B, W, K, H], pre_norm [B, W, H], post_norm [B, W, H]): the outputs of the blocks `layers`, the output
+    of the last block, and the input of lm_head; in the model's dtype, on its device, without gradients.
+
+    Raises: ValueError for other padding, or if blocks or lm_head are not found; RuntimeError if one of them did not
+        run.
     """
     _refuse_other_padding(attention_mask)
     blocks, lm_head = _blocks(model), _lm_head(model)
@@ -205,9 +209,9 @@ def _lm_head(model: nn.Module) -> nn.Module:
 def _run_hooked(
     model: nn.Module, blocks: Sequence[nn.Module], layers: Collection[int], input_ids: Tensor, attention_mask: Tensor
 ) -> tuple[dict[int, Tensor], Any]:
-    """Run a model; return the outputs [B, S, H] of some of its blocks, and what it returned.
+    """Run a model; return the outputs [B, S, H] of the blocks `layers`, and the model's own output.
 
-    Raises: RuntimeError where one of these blocks did not run.
+    Raises: RuntimeError if one of these blocks did not run.
     """
     captured: dict[int, Tensor] = {}
 
@@ -235,16 +239,16 @@ def _run_hooked(
 
 
 class HFEagle3TargetModel:
-    """A causal language model of transformers, whose blocks' outputs hooks capture. The model is not changed."""
+    """Runs a causal language model of transformers and captures its blocks' outputs. The model is not changed."""
 
     def __init__(self, model: nn.Module, aux_layer_ids: Sequence[int] | None = None) -> None:
-        """model: put into eval mode. aux_layer_ids: None: `default_eagle3_aux_layer_ids`.
+        """model: put into eval mode. aux_layer_ids: three blocks; None: `default_eagle3_aux_layer_ids`.
 
-        Raises: ValueError as `checked_aux_layer_ids`.
+        Raises: ValueError unless the ids are three distinct blocks of the model.
         """
         self.model = model.eval()
         self.aux_layer_ids = checked_aux_layer_ids(aux_layer_ids, _num_layers(model))
-        """The captured blocks, in their order in `aux_hidden_states`."""
+        """Captured blocks, in their order in `aux_hidden_states`."""
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the model's input embedding, whose `weight` is [V, H]."""
@@ -256,10 +260,12 @@ class HFEagle3TargetModel:
 
         input_ids, attention_mask, loss_mask: [B, S], unshifted and padded on the right.
         Returns plain tensors without gradients, even within torch.inference_mode(), so that a draft can train on them.
-        The model's logits are shifted in place, as a copy would take gigabytes: a forward hook that keeps them finds
-        them shifted afterwards.
-        Raises: ValueError for masks of another shape or other padding, and for a model whose blocks are not found;
-            RuntimeError where a block did not run.
+
+        The logits are shifted in place, as a copy takes gigabytes: a forward hook that keeps the model's logits later
+        finds them shifted.
+
+        Raises: ValueError for masks of another shape, other padding, or a model whose blocks are not found;
+            RuntimeError if a block did not run.
         """
         for name, mask in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
             if mask.shape != input_ids.shape or mask.dim() != 2:
@@ -296,7 +302,7 @@ def _num_layers(model: nn.Module) -> int:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder blocks in their order."""
+    """Return the model's decoder blocks in order."""
     for path in _BLOCKS:
         try:
             blocks = operator.attrgetter(path)(model)
@@ -312,6 +318,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _refuse_other_padding(attention_mask: Tensor) -> None:
+    """Raise ValueError unless every row of the mask is ones followed by zeros."""
     mask = attention_mask.bool()
     wrong = (mask[:, 1:] & ~mask[:, :-1]).any(dim=1)
     if bool(wrong.any()):

@@ -1,8 +1,8 @@
-"""What a cache counts, and the meta.json of a finished one, where each of its keys comes from.
+"""Counts a cache, and writes meta.json of a finished one from the plan and the receipts.
 
-Counted is how much a draft can learn. A supervised slot is a position (`position_mask`) if the target's most probable
-token is in the draft's vocabulary. Without positions a draft's loss is 0 throughout, and training runs without an
-error: so a cache with none is refused, and one with few warned of.
+The counts say how much a draft can learn. A supervised slot is a position (`position_mask`) if the target's most
+probable token is in the draft's vocabulary. Without positions a draft's loss is 0 throughout, and training runs without
+an error: so a cache without any is refused, and one with few gets a warning.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Counts:
-    """Slots of a cache, or of a part of it."""
+    """Slots of a cache, or of some of its shards."""
 
     tokens: int
     """Without padding."""
@@ -74,7 +74,7 @@ class Counts:
 
     @property
     def warning(self) -> str | None:
-        """Warning of a cache with few positions; None where there are enough, or none at all."""
+        """Warning about few positions; None if there are enough, or none at all."""
         if not 0 < self.positions < FEW * self.supervised:
             return None
         return (
@@ -94,7 +94,7 @@ class Counts:
 
 
 def complete_meta(folder: Path, plan: TargetPlan) -> dict[str, Any] | None:
-    """Return the meta.json of a finished cache of this plan; None where it, a file or the plan's own files are not."""
+    """Return meta.json of a finished cache of this plan; None if it or another file is missing or differs."""
     meta = finished_meta(folder, plan)
     if meta is None or not lists_shards(meta):  # of an earlier build, whose files are listed now
         return None
@@ -108,7 +108,7 @@ def complete_meta(folder: Path, plan: TargetPlan) -> dict[str, Any] | None:
 
 
 def has_target_weights(folder: Path, plan: TargetPlan) -> bool:
-    """Return whether the target's weights are there as their receipt has them: its head too in the native form."""
+    """Return whether the target's weights match their receipt."""
     return has_weights(folder, native=plan.is_native)
 
 
@@ -120,11 +120,12 @@ def finish(
     before: Mapping[str, Any] | None = None,
     check: Callable[[], object] | None = None,
 ) -> dict[str, Any]:
-    """Write meta.json, which makes the cache finished, and return its content. The files are read, to be hashed.
+    """Write meta.json, which makes the cache finished, and return its content. Hashes all files.
 
-    named: what errors call the folder, where it gets another name later. check: as `write_meta`.
-    before: the meta.json that was there: shards that it describes, with their receipts, are not read.
-    Raises: CacheError where a receipt lacks a count, and where no slot is a position: the cache then stays unfinished.
+    named: what errors call the folder, if it gets another name later. check: see `write_meta`.
+    before: the earlier meta.json; shards that it lists with their current receipts are not hashed again.
+    Raises: CacheError E701 if a receipt lacks a count; CacheError E709 if no slot is a position: the cache stays
+        unfinished.
     """
     keys = _described(folder, plan)
     if problem := Counts.of_meta(keys).problem:
@@ -133,9 +134,9 @@ def finish(
 
 
 def _described(folder: Path, plan: TargetPlan) -> dict[str, Any]:
-    """Return the keys of meta.json that come from the plan and the receipts, of a folder that has all its shards.
+    """Return the keys of meta.json that come from plan and receipts. All shards are there.
 
-    Raises: CacheError where a receipt lacks a count.
+    Raises: CacheError if a receipt lacks a count.
     """
     names = ("tokens", "supervised", *(("aux_rows", "target_rows") if plan.is_native else ("positions",)))
     facts = [_facts(folder, shard, names) for shard in range(plan.num_shards)]
@@ -170,7 +171,7 @@ def _described(folder: Path, plan: TargetPlan) -> dict[str, Any]:
 
 
 def _facts(folder: Path, shard: int, counted: Sequence[str]) -> dict[str, Any]:
-    """Return the facts of a receipt, which have these counts. Raises: CacheError."""
+    """Return the facts of a receipt that must have these counts. Raises: CacheError."""
     facts: dict[str, Any] = (read_receipt(folder, shard) or {"facts": {}})["facts"]
     for name in counted:
         if type(number := facts.get(name)) is not int:

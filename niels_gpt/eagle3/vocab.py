@@ -1,7 +1,10 @@
-"""The draft's vocabulary: which of the target's tokens it has, and the files and tables of that choice.
+"""The draft's vocabulary: chooses the target's tokens that a draft knows; reads and writes that choice.
 
 The draft's id i stands for the target's id `selected_token_ids[i]`: special tokens first, then by falling frequency
 among the supervised tokens. The list is not sorted.
+
+    ids, mask = build_eagle3_token_mapping(batches, target_vocab_size=128_256, draft_vocab_size=32_000)
+    save_token_mapping("draft_vocab.pt", ids, target_vocab_size=128_256)
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from niels_gpt.storage.errors import REBUILD, CacheError, NotFound, VocabularyEr
 from niels_gpt.storage.meta_json import MAX_JSON_BYTES, open_regular, parse_object, read_regular, shortened
 
 MAPPING_NAME = "draft_vocab.json"
-"""The file of eagle3/draft_vocab: JSON with the keys of `save_token_mapping`, whose bytes depend on no library."""
+"""File of eagle3/draft_vocab: JSON with the keys of `save_token_mapping`; no library decides its bytes."""
 _EXPECTED = "a file of save_token_mapping"
 _COUNT = "or leave it out to count the tokens of this input"
 
@@ -38,15 +41,16 @@ def build_eagle3_token_mapping(
     draft_vocab_size: int | None,
     special_token_ids: Sequence[int | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the draft's tokens by how often each of the target's is supervised.
+    """Choose the draft's tokens by how often each target token is supervised.
 
-    dataloader: batches of `input_ids` and `loss_mask`, unshifted, tensors or arrays of one shape; read once.
-    draft_vocab_size: None, or the target's size or more: all ids, ascending, and no batch is read.
-    special_token_ids: bos, eos, pad and unk, which always come first. None and ids out of range are skipped. Then come
-        the supervised ids by falling frequency, ties by id, and then the others, ascending. Within torch.distributed
-        the counts of all ranks are added.
-    Returns selected_token_ids int64 [D] and selected_token_mask bool [V], true at the D ids.
-    Raises: ValueError for sizes that are not positive integers and for batches of two shapes.
+    Order: `special_token_ids`; then supervised ids by falling frequency, ties by id; then the others, ascending. Within
+        torch.distributed the counts of all ranks are added.
+
+    dataloader: batches of `input_ids` and `loss_mask`, unshifted tensors or arrays of equal shape; read once.
+    draft_vocab_size: None, or the target's size or more: all ids, ascending; no batch is read.
+    special_token_ids: bos, eos, pad and unk. None and ids out of range are skipped.
+    Returns: selected_token_ids int64 [D], and selected_token_mask bool [V], true at the D ids.
+    Raises: ValueError for sizes that are not positive integers, or a batch whose two fields differ in shape.
     """
     for name, size in (("target_vocab_size", target_vocab_size), ("draft_vocab_size", draft_vocab_size)):
         none = size is None and name == "draft_vocab_size"
@@ -68,7 +72,7 @@ def build_eagle3_token_mapping(
 
 
 def _counts(dataloader: Iterable[Mapping[str, Any]], target_vocab_size: int) -> Tensor:
-    """Return how often each id is supervised on all ranks, int64 [V]."""
+    """Count how often each id is supervised on all ranks: int64 [V]."""
     counts = torch.zeros(target_vocab_size, dtype=torch.int64)
     for number, batch in enumerate(dataloader):
         ids, mask = _tensor(batch["input_ids"]), _tensor(batch["loss_mask"])
@@ -103,6 +107,9 @@ def _mask(selected_token_ids: Tensor, target_vocab_size: int) -> Tensor:
 def d2t_t2d(selected_token_ids: Tensor | Sequence[int], target_vocab_size: int) -> tuple[Tensor, Tensor]:
     """Return the two tables that inference engines use.
 
+        >>> d2t_t2d([2, 0], target_vocab_size=3)
+        (tensor([ 2, -1]), tensor([ True, False,  True]))
+
     d2t: int64 [D], target id minus draft id. t2d: bool [V], whether the draft knows a target id.
     Raises: ValueError unless the ids are distinct ids of the target.
     """
@@ -116,7 +123,7 @@ def d2t_t2d(selected_token_ids: Tensor | Sequence[int], target_vocab_size: int) 
 def save_token_mapping(
     path: str | os.PathLike[str], selected_token_ids: Tensor | Sequence[int], target_vocab_size: int
 ) -> None:
-    """Write a choice of tokens as a file of torch.save, atomically; parent folders are created.
+    """Write a choice of tokens with torch.save, atomically; parent folders are created.
 
     Raises: ValueError unless the ids are distinct ids of the target.
     """
@@ -131,11 +138,12 @@ def save_token_mapping(
 def load_token_mapping(
     path: str | os.PathLike[str], *, target_vocab_size: int, draft_vocab_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Read a choice of tokens: a file of `save_token_mapping` or of JSON, the folder of eagle3/draft_vocab, or a cache.
+    """Read a choice of tokens.
 
-    draft_vocab_size: the required number; None accepts any.
-    Returns selected_token_ids int64 [D] and selected_token_mask bool [V].
-    Raises: FileNotFoundError; CacheError for a file that is damaged or holds something else, and for other sizes.
+    path: a file of `save_token_mapping`, a JSON file, the folder of eagle3/draft_vocab, or a cache.
+    draft_vocab_size: required number of tokens; None: any.
+    Returns: selected_token_ids int64 [D], and selected_token_mask bool [V].
+    Raises: FileNotFoundError; CacheError E707 for a damaged file, other content or other sizes.
     """
     where = os.fspath(path)
     has_file = os.path.lexists(os.path.join(where, MAPPING_NAME))
@@ -182,7 +190,7 @@ def _read_file(where: str) -> dict[str, Any]:
 
 
 def _checked_ids(ids: Tensor, target_vocab_size: int) -> Tensor:
-    """Return ids as int64 on the CPU. Raises: ValueError unless they are one or more distinct ids of the target."""
+    """Return ids as int64 on the CPU. Raises: ValueError unless they are distinct ids of the target, at least one."""
     if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise VocabularyError(f"ids of {ids.dtype} and shape {tuple(ids.shape)}, expected integers in one dimension")
     checked = ids.detach().to("cpu", torch.int64)

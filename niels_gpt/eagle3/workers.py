@@ -1,10 +1,10 @@
-"""Those who make the shards of a plan: this process, or several, which process makes which shard, and its end.
+"""Runs the target in this process or in several: hands out the shards of a plan and writes them.
 
-The one that comes first loads the target and tries it: it runs over a few tokens before anything is written. Then each
-worker asks for one shard after the other: the target over each planned batch, its outputs to the shard's file, which a
-thread writes while the next batch is computed. A shard is finished when its last batch is written and then its receipt,
-which holds sums over its batches. The bytes do not depend on how many workers there are. One that fails stops all of
-them, and finished shards stay. A worker process ends with its parent.
+The first process loads the target and tries it on a few tokens before anything is written. Then each worker asks for
+one shard after another: it runs the target over each planned batch, and a thread writes the outputs while the next
+batch is computed. A shard is finished when its last batch is written, and then its receipt, which holds sums over its
+batches. The number of workers never changes the bytes. A failed worker stops all others; finished shards stay. A worker
+process ends with its parent.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from niels_gpt.eagle3.forward import (
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.target import HFEagle3TargetModel, capture
 from niels_gpt.eagle3.totals import ENOUGH, Counts
-from niels_gpt.interrupts import sigint_blocked
 from niels_gpt.storage.errors import CacheError, TargetError, WorkerDied
+from niels_gpt.work import sigint_blocked
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ _TRIED_TOKENS = 8
 
 
 class Job(NamedTuple):
-    """What there is to make, and where."""
+    """What to build, and where."""
 
     cache_dir: str
     plan: TargetPlan
@@ -69,10 +69,10 @@ class Job(NamedTuple):
 
 
 class Workers:
-    """The target in this process, or in several. Leaving the block ends the processes."""
+    """The target in this process or in several. Leaving the block ends the processes."""
 
     def __init__(self, plan: TargetPlan, samples: Samples, load: Load, number: int, *, start: str) -> None:
-        """number: of processes; 1: this one. start: how processes are started, spawn or fork."""
+        """number: of processes; 1: this one. start: how processes are started: spawn or fork."""
         self._plan, self._samples, self._load, self._number, self._start = plan, samples, load, number, start
         self._model: Any = None
         self._running: dict[Connection, Any] = {}
@@ -90,11 +90,12 @@ class Workers:
                 process.join()
 
     def tried(self) -> Found:
-        """Load the target, run it over the first tokens of the first sample, and return what `try_target` found.
+        """Load the target, run it over the first tokens of the first sample, and return the findings of `try_target`.
 
-        Of several processes the first one does it, and then waits for its work. Nothing is written.
-        Raises: what the load raises; ValueError (E705) where the target does not run, or its sizes are not the plan's;
-            NonFiniteError; RuntimeError (E506) where the process died.
+        Of several processes the first one does this and then waits for its work. Nothing is written.
+
+        Raises: the errors of the load; ValueError (E705) if the target does not run or its sizes differ from the
+            plan's; NonFiniteError; RuntimeError (E506) if the process died.
         """
         name, ids = self._samples.source_ids[0], self._samples.row(0)[0][:_TRIED_TOKENS].astype("int64")
         if self._number > 1:
@@ -110,12 +111,11 @@ class Workers:
             return try_target(self._plan, name, torch.from_numpy(ids)[None].to(device), self._model)
 
     def make(self, job: Job, shards: Sequence[int], written: Written, check: Check) -> None:
-        """Make shards, and the target's weights if the job has them. Processes read the samples from the sidecar.
+        """Build shards, and the target's weights if the job asks for them. Processes read the samples from the sidecar.
 
-        check: called before a shard's file is created and before it is renamed, in this process, which has the lease.
-        Raises: NonFiniteError, OSError, what `check` raises, what the load raises where `tried` was not called;
-            CacheError (E709) once `ENOUGH` supervised slots have no position; RuntimeError (E506) where a process died.
-            A shard that is not finished is then removed.
+        check: called in this process, which has the lease, before a shard's file is created and before it is renamed.
+        Raises: NonFiniteError; OSError; the errors of `check` and of the load; CacheError (E709) once `ENOUGH`
+            supervised slots have no position; RuntimeError (E506) if a process died. An unfinished shard is removed.
         """
         if self._number == 1:
             with torch_threads(job.plan.run["threads"]):
@@ -141,7 +141,7 @@ class Workers:
         return ours
 
     def _serve(self, shards: Iterator[int], written: Written, check: Check) -> None:
-        """Hand out shards, and look at the lease for the processes, until all of them have ended."""
+        """Hand out shards and check the lease for the processes until all of them have ended."""
         open_ends = list(self._running)
         while open_ends:
             for end in connection.wait(open_ends):
@@ -163,7 +163,7 @@ class Workers:
 
 @contextmanager
 def _noticing_death(process: Any) -> Iterator[None]:
-    """Raise RuntimeError where a worker died within a message, or before it read the answer."""
+    """Raise RuntimeError (E506) if a worker dies before it sent a message or read the answer."""
     try:
         yield
     except (EOFError, OSError):
@@ -181,7 +181,10 @@ def _noticing_death(process: Any) -> Iterator[None]:
 
 
 def _work(job: Job, load: Load, number: int, tried: tuple[str, Any] | None, parent: Connection) -> None:
-    """Load the target, and do a job. tried: a sample's name and tokens to try it with; then the job is waited for."""
+    """Load the target and do a job. tried: name and tokens of a sample to try it on first.
+
+    With `tried`, the job arrives from the parent afterwards.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     ask, device = _asking(parent), _device(job.plan, number)
     try:
@@ -201,7 +204,7 @@ def _work(job: Job, load: Load, number: int, tried: tuple[str, Any] | None, pare
 
 
 def _asking(parent: Connection) -> Callable[..., Any]:
-    """Return what sends a message to the parent, and returns its answer; of two threads one after the other."""
+    """Return a function that sends a message to the parent and returns the answer; threads take turns."""
     lock = threading.Lock()
 
     def ask(*message: Any) -> Any:
@@ -231,12 +234,13 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def try_target(plan: TargetPlan, name: str, ids: torch.Tensor, model: Any) -> Found:
-    """Run a target that was just loaded over some tokens; nothing is written.
+    """Run a freshly loaded target over a few tokens; nothing is written.
 
-    name: of the sample that the tokens are from. ids: int64 [1, T], on the target's device.
-    Returns what a native manifest states of its head.
-    Raises: ValueError (E705) where it does not run, returns tensors of other sizes than the plan states, or has a head
-        with other logits; NonFiniteError where these tokens show that a weight is not finite, naming it and the layer.
+    name: the sample of the tokens. ids: int64 [1, T], on the target's device.
+    Returns the head as a native manifest states it, None for dense forms.
+
+    Raises: ValueError (E705) if the target does not run, returns other sizes than planned, or its head gives other
+        logits; NonFiniteError naming a weight that is not finite, and the layer, if these tokens show it.
     """
     try:
         sizes, head = _run(plan, name, ids, model)
@@ -304,7 +308,7 @@ def _device(plan: TargetPlan, number: int) -> torch.device:
 
 @contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Let torch compute with this number of threads in the block, and with the previous number afterwards."""
+    """Set torch's number of threads for the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -317,11 +321,11 @@ def torch_threads(number: int) -> Iterator[None]:
 
 
 def make_shards(job: Job, forward: Forward, shards: Iterable[int], written: Written, check: Check) -> None:
-    """Make shards, one after the other.
+    """Build shards one after another.
 
-    check: called before a shard's file is created and before it is renamed, in a thread.
-    Raises: NonFiniteError, OSError, what `check` raises; CacheError (E709) once `ENOUGH` supervised slots have no
-        position. A shard that is not finished is then removed.
+    check: called in a thread before a shard's file is created and before it is renamed.
+    Raises: NonFiniteError; OSError; the errors of `check`; CacheError (E709) once `ENOUGH` supervised slots have no
+        position. An unfinished shard is removed.
     """
     supervised = positions = 0
     with _Writer(job.cache_dir, forward, check) as writer:
@@ -340,16 +344,16 @@ def make_shards(job: Job, forward: Forward, shards: Iterable[int], written: Writ
 
 
 def _add(sums: dict[str, float], facts: Mapping[str, Any]) -> None:
-    """Add the facts of a batch, in the order of the plan's batches, which fixes the rounding."""
+    """Add the facts of a batch. The plan's order of batches fixes the rounding of the sums."""
     for name in sums:
         if facts.get(name) is not None:
             sums[name] += sum(torch.as_tensor(facts[name], dtype=torch.float64).tolist())
 
 
 class _Writer:
-    """Writes batches and commits shards in one thread, in the order in which they are given.
+    """Writes batches and commits shards in one thread, in the given order.
 
-    Leaving the block waits for all of it and raises the thread's error; a shard that was not committed is removed.
+    Leaving the block waits for the thread and raises its error; a shard that was not committed is removed.
     """
 
     def __init__(self, cache_dir: PathLike, forward: Forward, check: Check) -> None:
@@ -375,7 +379,7 @@ class _Writer:
                 self._shard.discard()
 
     def write(self, shard: int, rows: list[int], lengths: list[int], made: Any) -> None:
-        """Write a batch's rows. Waits while `_AHEAD` batches wait."""
+        """Write a batch's rows. Waits while `_AHEAD` batches are queued."""
         self._submit(self._write, shard, rows, lengths, made)
 
     def commit(self, facts: dict[str, Any]) -> None:

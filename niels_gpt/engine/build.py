@@ -45,13 +45,13 @@ from niels_gpt.engine.stream import (
     encoded,
     first_number,
 )
-from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError, SourceError
 from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.storage.meta_json import checked_sha256
 from niels_gpt.storage.versions import JOURNAL_SUFFIX, discard, resumable
 from niels_gpt.tokenizers.protocol import Tokenizer
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from niels_gpt.chat_template import roles_counted, roles_of
 from niels_gpt.encoding import EncodedTexts, TextEncoder
 from niels_gpt.signals import ODD_TEXTS, Counts, warn_of_signals
+from niels_gpt.tokenizers.probes import first_difference
 from niels_gpt.tokenizers.protocol import Ids
-from niels_gpt.tokenizers.roundtrip import first_difference
 
 logger = logging.getLogger(__name__)
 

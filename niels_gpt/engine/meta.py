@@ -43,7 +43,7 @@ class Source:
     from_scratch: str | None = None
     """The command that builds from scratch, for messages; None if no recipe builds."""
     position: dict[str, int] | None = None
-    """The loader's position in its files, which a resumed build sets (data.files.rows.Position). With it,
+    """The loader's position in its files, which a resumed build sets (data.reader.Position). With it,
     provenance["fingerprint"] is that of the files' names and bytes. None, or {} while it is read: a resumed build reads
     all documents again."""
 

@@ -26,7 +26,6 @@ from niels_gpt.cache.formats import FORMAT_VERSION, SPLITS
 from niels_gpt.documents import MAX_PARTITIONS, Partition
 from niels_gpt.engine.build import CANNOT_WRITE
 from niels_gpt.engine.meta import BUILDER_VERSIONS, Source
-from niels_gpt.progress import Progress
 from niels_gpt.settings import usable_cores
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError
@@ -51,6 +50,7 @@ from niels_gpt.storage.versions import (
     VERSIONS_DIR,
     versions_dir,
 )
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ Meta = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Plan:
+class PartitionPlan:
     """The plan of a cache in units."""
 
     path: Path
@@ -121,7 +121,7 @@ class Plan:
         return self.folder / f"{self.partition(number).number:0{_DIGITS}d}"
 
 
-def fix_plan(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Plan:
+def fix_plan(path: str | os.PathLike[str], content: Mapping[str, Any]) -> PartitionPlan:
     """Write plan.json unless it is there; return the plan. The caller holds `build_lock(path)`.
 
     content: plan_version 1, kind "partition_plan", cache (such as "pretrain/roam"), partitions (the number of units, 2
@@ -131,7 +131,7 @@ def fix_plan(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Plan:
     Raises: CacheError E511 for another content under the same fingerprint, naming the keys that differ; CacheError for
         a content in another form, and for anything but a plan.json at its place.
     """
-    plan = Plan(Path(os.path.abspath(path)), parse_object(canonical_json(content)))
+    plan = PartitionPlan(Path(os.path.abspath(path)), parse_object(canonical_json(content)))
     _check_content(plan.content, f"{path}: {PLAN_NAME}")
     where = plan.folder / PLAN_NAME
     if plan.folder.is_symlink():
@@ -153,9 +153,9 @@ def fix_plan(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Plan:
     return plan
 
 
-def plans_of(path: str | os.PathLike[str]) -> list[Plan]:
+def plans_of(path: str | os.PathLike[str]) -> list[PartitionPlan]:
     """Return the plans of the cache at `path`, the most recently written first; other folders are left out."""
-    dated: list[tuple[int, str, Plan]] = []
+    dated: list[tuple[int, str, PartitionPlan]] = []
     for folder in versions_dir(path).glob(f"{PARTITIONS}-*"):
         with suppress(OSError, ValueError):
             plan = _read_plan(Path(os.path.abspath(path)), folder)
@@ -163,7 +163,7 @@ def plans_of(path: str | os.PathLike[str]) -> list[Plan]:
     return [plan for *_, plan in sorted(dated, key=lambda entry: entry[:2], reverse=True)]
 
 
-def discard_plan(plan: Plan) -> bool:
+def discard_plan(plan: PartitionPlan) -> bool:
     """Remove a plan and its units, unless one is being built; return whether it is gone. `build_lock` is held.
 
     plan.json goes last: a half-removed folder still names its cache.
@@ -177,12 +177,12 @@ def discard_plan(plan: Plan) -> bool:
     return True
 
 
-def _read_plan(path: Path, folder: Path) -> Plan:
+def _read_plan(path: Path, folder: Path) -> PartitionPlan:
     """Return the plan in a folder. Raises: OSError, ValueError (CacheError too) for anything else."""
     if folder.is_symlink():
         raise CacheError(folder, "a symbolic link", "the folder of a plan", code="E205")
     raw = read_regular(folder / PLAN_NAME, MAX_PLAN_BYTES)
-    plan = Plan(path, parse_object(raw))
+    plan = PartitionPlan(path, parse_object(raw))
     _check_content(plan.content, str(folder / PLAN_NAME))
     if plan.folder.name != folder.name or canonical_json(plan.content) != raw:
         raise wrong_value(str(folder / PLAN_NAME), "fingerprint", plan.fingerprint, f"the one in {folder.name}")
@@ -306,7 +306,7 @@ class Looks(Generic[PlanT]):
 
 
 @dataclass(frozen=True)
-class UnitKind(Looks[Plan]):
+class UnitKind(Looks[PartitionPlan]):
     """The units of a kind where each unit is a cache of its own."""
 
     name: str
@@ -320,7 +320,7 @@ class UnitKind(Looks[Plan]):
     """Returns how many documents, chats or groups a receipt counts."""
     read: str
     """Key of a receipt that counts those that were read, dropped ones included."""
-    join: Callable[[Path, Plan, Source, Iterator[tuple[Path, Meta]]], Meta]
+    join: Callable[[Path, PartitionPlan, Source, Iterator[tuple[Path, Meta]]], Meta]
     """Takes the folder to write to, the plan, the source, and folder and receipt of each unit in order. Writes all
     files of the cache and meta.json; returns the meta."""
     warn: Callable[[Path, Meta], None]
@@ -333,11 +333,11 @@ class UnitKind(Looks[Plan]):
     file's name, the first byte, and the byte after the last one. Returns [] where nothing tells. None: no unit mends a
     file."""
 
-    def look(self, plan: Plan, number: int) -> Unit:
+    def look(self, plan: PartitionPlan, number: int) -> Unit:
         """Return a unit by a quick look: its link, its receipt, and the sizes of its files."""
         return look_at(plan, self, number)
 
-    def looks(self, plan: Plan) -> Iterator[Unit]:
+    def looks(self, plan: PartitionPlan) -> Iterator[Unit]:
         """Yield each unit; stale ones differ from others in what all have in common, doubled ones have equal text."""
         common, made = Meta(), dict[tuple[str, bytes], int]()
         for unit in super().looks(plan):
@@ -356,15 +356,15 @@ class UnitKind(Looks[Plan]):
             else:
                 yield unit
 
-    def size(self, plan: Plan, unit: Unit) -> int:
+    def size(self, plan: PartitionPlan, unit: Unit) -> int:
         """Return the bytes of the files that a receipt names."""
         return sum(record["bytes"] for record in file_records(unit.receipt or {}))
 
-    def damage(self, plan: Plan, unit: Unit, progress: Progress | None) -> str:
+    def damage(self, plan: PartitionPlan, unit: Unit, progress: Progress | None) -> str:
         """Compare the sha256 and the block checksums of every file."""
         return self.examine(version_folder(plan, unit), True, progress)[1]
 
-    def foreign(self, plan: Plan) -> Iterator[tuple[Path, str]]:
+    def foreign(self, plan: PartitionPlan) -> Iterator[tuple[Path, str]]:
         """Yield each entry of the plan's folder, and of the versions of its units, that no build has put there."""
         names = {plan.unit_path(number).name for number in range(plan.total)}
         for folder, known in (
@@ -379,13 +379,13 @@ class UnitKind(Looks[Plan]):
                     below = "" if folder == plan.folder else f"{VERSIONS_DIR}/"
                     yield folder / name, f"{below}{printable(name)}: no partition of the {plan.total} of this plan"
 
-    def in_the_way(self, plan: Plan, unit: Unit) -> list[Path]:
+    def in_the_way(self, plan: PartitionPlan, unit: Unit) -> list[Path]:
         """Return the unit's link, and its versions."""
         path = plan.unit_path(unit.number)
         return [path, versions_dir(path)]
 
 
-def look_at(plan: Plan, kind: UnitKind, number: int) -> Unit:
+def look_at(plan: PartitionPlan, kind: UnitKind, number: int) -> Unit:
     """Return a unit by a quick look: its link, its receipt, and the sizes of its files."""
     path = plan.unit_path(number)
     if not os.path.lexists(path):
@@ -408,12 +408,12 @@ def look_at(plan: Plan, kind: UnitKind, number: int) -> Unit:
     return Unit(number, "finished", "", target[2], kind.items(meta), tokens, None, meta)
 
 
-def version_folder(plan: Plan, unit: Unit) -> Path:
+def version_folder(plan: PartitionPlan, unit: Unit) -> Path:
     """Return the folder of the version that a finished unit is."""
     return versions_dir(plan.unit_path(unit.number)) / unit.version
 
 
-def _claim(plan: Plan, kind: UnitKind, number: int, meta: Meta) -> tuple[str, str] | None:
+def _claim(plan: PartitionPlan, kind: UnitKind, number: int, meta: Meta) -> tuple[str, str] | None:
     """Return the state and what is wrong unless a receipt is of this plan, version and number."""
     claim = meta.get("partition")
     if meta.get("kind") != kind.name or not isinstance(claim, dict):
@@ -515,7 +515,7 @@ class Commands(NamedTuple):
 
 
 def seal(
-    plan: Plan,
+    plan: PartitionPlan,
     kind: UnitKind,
     *,
     source: Source,
@@ -567,7 +567,7 @@ def seal(
     return meta
 
 
-def _receipts(plan: Plan, kind: UnitKind, units: Sequence[Unit]) -> Iterator[tuple[Path, Meta]]:
+def _receipts(plan: PartitionPlan, kind: UnitKind, units: Sequence[Unit]) -> Iterator[tuple[Path, Meta]]:
     """Yield folder and receipt of each unit, in order. Raises: CacheError E510 for one that changed since its look."""
     for unit in units:
         now = look_at(plan, kind, unit.number)

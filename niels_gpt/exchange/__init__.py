@@ -1,13 +1,13 @@
-"""Token caches as files of other tools, files of other tools as token caches, and caches in buckets.
+"""Export caches to other tools, import from them, and move caches between disks and buckets.
 
-output.py       a token cache as an export reads it: shards, borders, loss; the folder that it writes: links, copies
+output.py       the cache that an export reads: token files, borders, loss; the folder that it writes: links, copies
 exporting.py    export: a cache -> a folder of another tool, with a manifest
-foreign.py      a folder of another tool as an import reads it
-names.py        the names of the formats, and how their own tools read them; --help needs no more
-card.py         the card of a cache: README.md of a hub dataset repository
-assembling.py   files of tokens -> all files of a cache
-texts.py        the bytes of text in an assembled cache; whether its ids come back
+foreign.py      the folder that an import reads: token files, borders, loss, and the manifest of an earlier export
 importing.py    import: a folder of another tool -> a version of a cache
-formats/        one module a format: what it writes of a cache, and what it reads of a folder
+assembling.py   writes all files of a cache from files of tokens: for imports, and for a staged part of a cache
+texts.py        counts the bytes of text in an assembled cache, and checks that its ids come back
+names.py        the names of the formats, and a line of Python that opens each; light, for --help
+card.py         README.md of a dataset repository on the hub, from a cache's meta.json
+formats/        one module for each format: writes a cache to it, reads a folder of it
 transfer/       push, pull and stage: caches in buckets
 """

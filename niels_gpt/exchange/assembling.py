@@ -1,6 +1,6 @@
-"""Assembles a cache from files of tokens: links or rewrites them, and writes index, names, checksums and meta.json.
+"""Assemble a cache from files of tokens: link or rewrite them, and write index, names, checksums and meta.json.
 
-Every file is hashed, and every id compared with the vocabulary, in one pass over the bytes.
+One pass over the bytes hashes every file and compares every id with the vocabulary.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from niels_gpt.engine.meta import Source, write_description
 from niels_gpt.exchange.foreign import ForeignFile, read_pieces
 from niels_gpt.exchange.output import Modes
 from niels_gpt.kinds.kind import Kind
-from niels_gpt.progress import Progress
 from niels_gpt.settings import usable_cores
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
@@ -41,6 +40,7 @@ from niels_gpt.storage.fileio import META_NAME, OutputFile, id_lines
 from niels_gpt.storage.meta_json import MAX_JSON_BYTES, open_regular
 from niels_gpt.tokenizers.document_tokens import DocumentToken
 from niels_gpt.tokenizers.protocol import token_dtype
+from niels_gpt.work import Progress
 
 _MOST_THREADS = 8
 _NAMES = 1 << 10  # documents whose names are made at once: each may have 64 KiB
@@ -51,10 +51,10 @@ Ends = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class About:
-    """What a cache says of itself, beside what its files say."""
+    """Content of meta.json that the token files do not decide."""
 
     kind: Kind
-    """Of one with loss, every file has `loss`, and a split is one file of tokens."""
+    """For a kind with loss, every file has `loss`, and each split is one file of tokens."""
     vocabulary: Mapping[str, Any]
     """tokenizer_sha256, vocab_size, token_dtype and special_token_ids."""
     source: Source
@@ -62,37 +62,37 @@ class About:
     imported: Mapping[str, Any]
     """The key `imported`: format, borders, files, tokenizer."""
     end: DocumentToken | None = None
-    """The token that may end documents; of files without borders it decides where they end."""
+    """Token that may end documents; decides the borders of files without borders."""
     noticed: Mapping[str, int] = field(default_factory=dict)
-    """What was left out or changed before, by reason."""
+    """Counts of what the format left out or changed, by reason."""
     pad_id: int | None = None
-    """Of an sft cache: what fills up a row."""
+    """Pads the rows of an sft cache."""
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """More keys of meta.json, or others than these."""
+    """Further keys of meta.json; they replace the keys above."""
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """The files of a cache, before its meta.json is written."""
+    """Files of a cache before its meta.json is written."""
 
     work: Path
     dtype: np.dtype[Any]
     shards: dict[str, list[dict[str, Any]]]
-    """The records of the token files of each split."""
+    """Records of the token files, by split."""
     docs: dict[str, int]
-    """Documents of each split; their starts are in index/SPLIT_docs.npy or SPLIT_idx.npy."""
+    """Documents by split; their starts are in index/SPLIT_docs.npy or SPLIT_idx.npy."""
     ended: dict[str, int]
-    """Those of them that end with `About.end`."""
+    """Documents by split that end with `About.end`."""
     cut: dict[str, bool]
-    """Whether the last one of a split does not."""
+    """Whether the last document of a split lacks that end."""
     id_counts: dict[str, NDArray[np.int64]]
-    """How often each id occurs in a split: int64 [vocab_size]."""
+    """How often each id occurs, by split: int64 [vocab_size]."""
     linked_bytes: int
-    """Of the token files that are hard links."""
+    """Bytes of the token files that are hard links."""
 
 
 Examine = Callable[[Assembled], Mapping[str, Any]]
-"""Looks at the files that were written, and returns more keys of meta.json. `noticed` is added to what there is."""
+"""Looks at the written files and returns more keys of meta.json. Adds its counts in `noticed` to `About.noticed`."""
 
 
 def assemble(
@@ -104,12 +104,12 @@ def assemble(
     examine: Examine | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Write all files of a cache and meta.json into an empty folder; returns the meta.
+    """Write all files of a cache, meta.json last, into an empty folder. Returns the meta.
 
-    links: keeps the modes of files that are linked; None: no file is linked.
-    progress: called with files, bytes of tokens read, and such bytes in all.
-    Raises: CacheError E222 for an id outside the vocabulary, E221 for a file that is not as its format said, E206 for
-        more files than a meta.json lists; OSError.
+    links: remembers the modes of linked files; None: link nothing.
+    progress: called with files, bytes of tokens read, and bytes of tokens in all.
+    Raises: CacheError E222 for an id outside the vocabulary, E221 for a file that its format describes otherwise, E206
+        for more files than a meta.json can list; OSError.
     """
     for folder in ("index", *(() if about.kind.has_loss else SPLITS)):
         fileio.make_dir(work / folder)
@@ -155,7 +155,7 @@ def assemble(
 
 
 def _described(about: About, done: Assembled) -> dict[str, Any]:
-    """Return the keys of meta.json that a build decides by its settings and counts: null where nobody knows them."""
+    """Return the keys of meta.json that settings and counts decide in a build; null for settings an import lacks."""
     tokens = {split: sum(record["tokens"] for record in done.shards[split]) for split in SPLITS}
     totals = {f"{split}_tokens": tokens[split] for split in SPLITS}
     common: dict[str, Any] = {
@@ -185,7 +185,7 @@ def _described(about: About, done: Assembled) -> dict[str, Any]:
 
 
 def _end_of(about: About, done: Assembled) -> dict[str, Any]:
-    """Return `document_end`, and `cut`: only the last document of a split may lack its end, as in a build."""
+    """Return `document_end` and `cut`. As in a build, only the last document of a split may lack its end."""
     if about.end is None or any(done.docs[split] != done.ended[split] + done.cut[split] for split in SPLITS):
         return {"document_end": None, "cut": {"documents": 0, "tokens": 0}}
     return {
@@ -199,19 +199,19 @@ def _end_of(about: About, done: Assembled) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Part:
-    """Where the documents of a file end, as it was read."""
+    """Where the documents of one source file end."""
 
     file: ForeignFile
     ends: Ends
     ended: int
-    """Ends at which the end-of-document id stands."""
+    """Documents that end with the end-of-document id."""
     is_ended: bool
-    """Whether it is the last id."""
+    """Whether that id is the last one of the file."""
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """A token file that was written."""
+    """A written token file."""
 
     record: dict[str, Any]
     checksums: bytes
@@ -219,7 +219,7 @@ class _Taken:
 
 
 def _token_files(kind: Kind, files: Sequence[ForeignFile]) -> Iterator[tuple[str, str, list[ForeignFile]]]:
-    """Yield split, name and sources of each token file: one a file, or of an sft cache one a split, empty or not."""
+    """Yield split, name and source files of each token file. Pretrain: one for each source; sft: one for each split."""
     for split in SPLITS:
         of_split = [file for file in files if file.split == split]
         if kind.has_loss:
@@ -231,7 +231,7 @@ def _token_files(kind: Kind, files: Sequence[ForeignFile]) -> Iterator[tuple[str
 def _in_order(
     executor: ThreadPoolExecutor, taker: _Taker, jobs: Iterable[tuple[str, str, list[ForeignFile]]]
 ) -> Iterator[tuple[str, _Taken]]:
-    """Take token files several at once, and yield them in order; a few are ahead, so that few indexes are in memory."""
+    """Take several token files at once, and yield them in order. Few run ahead, so that few indexes are in memory."""
     waiting: deque[tuple[str, Future[_Taken]]] = deque()
     try:
         for split, name, files in jobs:
@@ -248,7 +248,7 @@ def _in_order(
 
 
 class _Taker:
-    """Links or rewrites token files; called by several threads."""
+    """Link or rewrite token files, in several threads."""
 
     def __init__(self, work: Path, about: About, links: Modes | None, tokens: int, progress: Progress | None) -> None:
         self.work, self.about, self._links, self._progress = work, about, links, progress
@@ -259,7 +259,7 @@ class _Taker:
         self._total, self._lock = tokens * self.dtype.itemsize, threading.Lock()
 
     def take(self, name: str, files: Sequence[ForeignFile]) -> _Taken:
-        """Write a token file. Raises: as `assemble`."""
+        """Write one token file. Raises: CacheError E221, E222; OSError."""
         path = self.work / name
         if self._links is not None and len(files) == 1 and self._may_link(files[0]):
             self._link(files[0], path, self._links)
@@ -292,7 +292,7 @@ class _Taker:
     def _looked_at(
         self, file: ForeignFile, pieces: Iterable[NDArray[Any]], write: Callable[[NDArray[Any]], None]
     ) -> _Part:
-        """Check the ids of a file and pass them on; returns where its documents end."""
+        """Check the ids of a file and write them. Returns where its documents end."""
         ends = None if file.ends is None else _checked_ends(file, file.ends())
         end = None if self.about.end is None else self.about.end.id
         counts, found = np.zeros(self.size, dtype=np.int64), [np.zeros(0, dtype=np.int64)]
@@ -324,7 +324,7 @@ class _Taker:
         return _Part(file, ends, ended, is_ended)
 
     def _checked(self, file: ForeignFile, piece: NDArray[Any], done: int) -> NDArray[Any]:
-        """Return ids in the dtype of the cache. Raises: CacheError E222."""
+        """Return ids in the dtype of the cache. Raises: CacheError E222 for one outside the vocabulary."""
         if piece.max() >= self.size or (piece.dtype.kind == "i" and piece.min() < 0):
             wrong = int(((piece >= self.size) | (piece < 0)).argmax())
             found = f"token {done + wrong:,} is id {int(piece[wrong])}"
@@ -339,7 +339,7 @@ class _Taker:
 
 
 def _checked_ends(file: ForeignFile, ends: Ends) -> Ends:
-    """Return where the documents of a file end. Raises: CacheError E221 unless they ascend to its last token."""
+    """Return `ends`. Raises: CacheError E221 unless they ascend strictly to the file's last token."""
     if not len(ends) or ends[0] <= 0 or ends[-1] != file.tokens or (np.diff(ends) <= 0).any():
         found = f"{len(ends):,} ends of documents that do not ascend from 1 to its {file.tokens:,} tokens"
         raise CacheError(file.name, found, code="E221")
@@ -350,7 +350,7 @@ def _checked_ends(file: ForeignFile, ends: Ends) -> Ends:
 
 
 class _Borders:
-    """The starts and names of the documents of a split, appended file by file."""
+    """Starts and names of the documents of a split, appended file by file."""
 
     def __init__(self, work: Path, split: str, about: About) -> None:
         self.work, self.split, self._kind = work, split, about.kind
@@ -361,7 +361,7 @@ class _Borders:
         self.is_ended = True  # the file before
 
     def add(self, part: _Part) -> None:
-        """Append the documents of a file: the first of them may continue the last one of the file before."""
+        """Append the documents of a file. The first one may continue the last document of the file before."""
         joins = not self.is_ended if part.file.ends is None and self._by_id else part.file.continues
         if joins and not self.tokens:
             raise CacheError(part.file.name, "begins inside a document, and no file is before it", code="E221")
@@ -382,7 +382,7 @@ class _Borders:
             raise CacheError(file.name, f"names of {written:,} documents", f"{count:,}", code="E221")
 
     def write_index(self, crcs: list[bytes]) -> dict[str, Any]:
-        """Write the file of starts; returns its record."""
+        """Write the file of starts. Returns its record."""
         self._starts.close()
         if self._kind.has_loss:
             record = write_whole(self.work, f"{self.split}_idx.npy", self._idx_parts(), crcs)
@@ -395,7 +395,7 @@ class _Borders:
         yield from read_pieces(self.starts_path, OFFSET_DTYPE)
 
     def finish_names(self, crcs: list[bytes]) -> dict[str, Any]:
-        """Close the file of names; returns its record."""
+        """Close the file of names. Returns its record."""
         self._names.close()
         crcs.append(self._names.checksums())
         record = {"name": f"index/{self.split}_ids.txt", "bytes": self._names.num_bytes, "sha256": self._names.sha256}
@@ -406,14 +406,14 @@ class _Borders:
 
 
 class _Loss:
-    """Which tokens of an sft split carry loss: the first of an example cannot."""
+    """Which tokens of an sft split carry loss. The first token of an example never does."""
 
     def __init__(self, starts: NDArray[np.int64]) -> None:
         self._starts, self._last = starts, -1
         self.supervised = self.cleared = self.examples = 0
 
     def parts(self, files: Sequence[ForeignFile]) -> Iterator[NDArray[np.uint8]]:
-        """Yield 1 for each token with loss, else 0, in order; counts."""
+        """Yield 1 for each token with loss, else 0, in order, and count them."""
         done = 0
         for file in files:
             assert file.loss is not None
@@ -437,7 +437,7 @@ class _Loss:
 def _write_loss(
     work: Path, files: Sequence[ForeignFile], borders: Mapping[str, _Borders], crcs: list[bytes]
 ) -> dict[str, Any]:
-    """Write the loss bits of both splits; returns their keys of meta.json, and what was noticed."""
+    """Write the loss bits of both splits. Returns their keys of meta.json, and the counts for `noticed`."""
     records, supervised, cleared, without = {}, {}, 0, 0
     for split in SPLITS:
         loss = _Loss(np.fromfile(borders[split].starts_path, dtype=OFFSET_DTYPE))

@@ -1,7 +1,7 @@
-"""The card of a cache: the README.md of a hub dataset repository, made of its meta.json alone.
+"""Write the card of a cache, README.md of a dataset repository on the hub, from its meta.json alone.
 
-Licences, names and reasons come from strangers: in the text they are escaped for Markdown, and the YAML at the top has
-nothing of them but letters, digits, hyphens and dots.
+Licences, names and reasons come from strangers: the text escapes them for Markdown, and the YAML at the top takes only
+letters, digits, hyphens and dots from them.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _ADDRESS = re.compile(r"https?://[A-Za-z0-9./:%?=_~-]+[A-Za-z0-9/]")
 
 
 def card_of(cache: Path, *, command: str | None = None, url: str | None = None) -> str:
-    """Return the README.md of a cache as a dataset repository of the hub: YAML, then Markdown.
+    """Return README.md of a cache as a dataset repository of the hub: YAML, then Markdown.
 
-    command: what built it, as the record of its run says; None: no record. url: where it is to be found; None: not
-    known, and the text has OWNER/NAME.
-    Raises: FileNotFoundError; CacheError for a stub, another kind, or a meta.json that is not as documented.
+    command: built the cache, by the record of its run; None if unknown. url: where the repository will be; None: the
+        text shows OWNER/NAME.
+    Raises: FileNotFoundError; CacheError for a stub, another kind, or a malformed meta.json.
     """
     opened = open_cache(cache)
     folder, meta, kind = opened.folder, opened.meta, opened.kind
@@ -83,7 +83,7 @@ def _slug(text: object) -> str:
 def _body(
     name: str, meta: Mapping[str, Any], kind: Kind, words: Card, of_tokenizer: str | None, command: str | None, url: str
 ) -> Iterator[str]:
-    """Yield the lines below the YAML. of_tokenizer: its kind; None: not known."""
+    """Yield the lines below the YAML. of_tokenizer: kind of the tokenizer; None if unknown."""
     by_split = "" not in kind.held(meta).counts.get(kind.unit, {"": 0})
     yield f"# {_text(name)}"
     yield ""
@@ -133,7 +133,7 @@ def _splits(meta: Mapping[str, Any], kind: Kind) -> Iterator[str]:
 
 
 def _rows(meta: Mapping[str, Any], kind: Kind, split: str | None = None) -> int:
-    """Return the items of a split, or of all."""
+    """Return the number of items in a split, or in all."""
     counts = kind.held(meta).counts.get(kind.unit, {})
     return sum(counts.values()) if split is None else counts.get(split, 0)
 
@@ -190,7 +190,7 @@ def _tokenizer(meta: Mapping[str, Any], kind: str | None) -> Iterator[tuple[str,
 
 
 def _kind_of_tokenizer(folder: Path, meta: Mapping[str, Any]) -> str | None:
-    """Return sentencepiece or another kind, as the tokenizer itself or that beside the cache says; None: not known."""
+    """Return the kind of the tokenizer, by itself or by the copy beside the cache; None if unknown."""
     about: Mapping[str, Any] = meta
     if "tokenizer_kind" not in meta:  # it is no tokenizer itself
         with suppress(CacheError, OSError):  # a damaged tokenizer is not this cache's damage
@@ -204,7 +204,7 @@ def _kind_of_tokenizer(folder: Path, meta: Mapping[str, Any]) -> str | None:
 
 
 def _text(value: object) -> str:
-    """Return an untrusted value on one line, as Markdown that shows it as it is; addresses stay links."""
+    """Return an untrusted value on one line, escaped so that Markdown shows it unchanged; addresses stay links."""
     text = printable(" ".join(str(value)[:_MOST_TEXT].split()))
     words = (word if _ADDRESS.fullmatch(word) else _MARKDOWN.sub(r"\\\1", word) for word in text.split(" "))
     return " ".join(words)
@@ -227,6 +227,6 @@ def _listed(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def _code(language: str, *lines: str) -> list[str]:
-    """Return a block of code that no line of it can end."""
+    """Return a code block that no line of the text can end."""
     fence = "`" * max(3, 1 + max((len(run) for line in lines for run in re.findall("`+", line)), default=0))
     return [f"{fence}{language}", *map(printable, lines), fence]

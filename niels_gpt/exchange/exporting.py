@@ -1,4 +1,4 @@
-"""Export: a token cache -> a folder of another tool, whole or not there at all, with a manifest."""
+"""Export a token cache to a folder of another tool, with a manifest. The folder appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 from niels_gpt.display.numbers import many, size_text
 from niels_gpt.exchange.formats import FORMATS
 from niels_gpt.exchange.output import MANIFEST_NAME, MANIFEST_VERSION, Modes, Output, TokenCache
-from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.fresh_folder import fresh_folder
+from niels_gpt.work import Progress
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote."""
+    """Result of an export."""
 
     files: int
-    """Without the manifest."""
+    """Files without the manifest."""
     tokens: int
     num_bytes: int
-    """Of all files."""
+    """Bytes of all files."""
     linked_bytes: int
-    """Of those that are hard links, which take no disk space."""
+    """Bytes in hard links, which take no disk space."""
     made: dict[str, int]
-    """Files by how they were made: link, copy, written."""
+    """Number of files by how they were made: link, copy, written."""
     noted: dict[str, int]
-    """What the format could not hold as the cache has it, by reason."""
+    """Counts of what the format could not hold as the cache has it, by reason."""
 
     def __str__(self) -> str:
         """Return files, tokens and bytes, and a line for each reason of `noted`."""
@@ -39,13 +39,13 @@ class Exported:
 
 
 def export_cache(cache: Path, name: str, out: Path, *, progress: Progress | None = None) -> Exported:
-    """Write the folder that another tool reads.
+    """Export a cache to a new folder in the format of another tool.
 
     cache: a pretrain or sft cache. name: a key of FORMATS. out: must not exist, or be an empty folder.
-    progress: called with files, bytes of tokens written or linked, and such bytes in all.
-    Raises: ValueError for another name; FileNotFoundError; CacheError E704 where `out` is not empty, E220 for a cache
-        that the format cannot hold, E203 or E205 for a token file of another size or kind; OSError. A failed export
-        leaves nothing behind, and no file of the cache with another mode.
+    progress: called with files, bytes of tokens written or linked, and bytes of tokens in all.
+    A failed export leaves nothing behind, and restores the modes of the cache's files.
+    Raises: ValueError for an unknown format; FileNotFoundError; CacheError E704 if `out` is not empty, E220 if the
+        format cannot hold the cache, E203 or E205 for a token file of another size or kind; OSError.
     """
     if name not in FORMATS:
         raise ValueError(f"--to {name}: expected one of {', '.join(FORMATS)}")
@@ -64,7 +64,7 @@ def export_cache(cache: Path, name: str, out: Path, *, progress: Progress | None
 
 
 def _refuse(cache: TokenCache, name: str) -> None:
-    """Raise CacheError for a cache that a format cannot hold."""
+    """Raise CacheError E207 for a stub, E220 for a cache that the format cannot hold."""
     if cache.meta.get("built") is False:
         raise CacheError(cache.path / META_NAME, "built is false, so there is nothing to export", code="E207")
     if name not in cache.kind.formats:
@@ -75,7 +75,7 @@ def _refuse(cache: TokenCache, name: str) -> None:
 
 
 def _manifest(name: str, output: Output) -> dict[str, object]:
-    """Return the manifest: which cache, in which form, and every file with its sha256."""
+    """Return the manifest: the cache, the format, and every file with its sha256."""
     meta = output.cache.meta
     keys = ("content_sha256", "dataset_name", "kind", "token_dtype", "tokenizer_sha256", "vocab_size", "totals")
     start = meta.get("document_start")

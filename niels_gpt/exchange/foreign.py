@@ -1,6 +1,6 @@
-"""A folder of another tool as an import reads it: files of tokens, where documents end in each, and which carry loss.
+"""Describe a folder of another tool to an import: token files, where documents end, and which tokens carry loss.
 
-A format's module reads sizes, headers and borders and checks them; it reads no tokens before an import asks for them.
+The module of a format reads and checks sizes, headers and borders; no ids are read before the import asks for them.
 Folders come from strangers: no link is followed, nothing is executed, and sizes are bounded before memory is taken.
 """
 
@@ -32,25 +32,26 @@ from niels_gpt.storage.meta_json import (
     read_regular,
     shortened,
 )
-from niels_gpt.tokenizers.vocabulary import check_vocab_size, end_of_documents, integer, start_of_documents
+from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
+from niels_gpt.tokenizers.protocol import check_vocab_size, integer
 
 MAX_FILES = 1_000_000
-"""Files of a folder that an import looks at."""
+"""Most files of a folder that an import looks at."""
 _MAX_DEPTH = 100
 PIECE_BYTES = 1 << 23
-"""Bytes of a token file that are read at once."""
+"""Bytes of a token file read at once."""
 _VAL_WORDS = frozenset({"val", "valid", "validation", "dev", "eval"})
 _TEST_WORDS = frozenset({"test"})
 
 
 @dataclass(frozen=True)
 class ForeignFile:
-    """One file of tokens of another tool, which becomes one shard of a cache."""
+    """A token file of another tool, which becomes one shard of a cache."""
 
     split: str
     """train or val."""
     name: str
-    """Its path below the source's folder: documents are named NAME#NUMBER."""
+    """Its path below the source's folder. Documents without names of their own are called NAME#NUMBER."""
     tokens: int
     """Tokens in it, more than 0."""
     pieces: Callable[[], Iterator[NDArray[Any]]]
@@ -59,44 +60,44 @@ class ForeignFile:
     """Returns where each document ends, in tokens of this file: int64 [documents], ascending strictly, the last is
     `tokens`. None: the format has no borders, and the end-of-document id decides."""
     token_file: Path | None = None
-    """A regular file that holds exactly these ids, little-endian, of `itemsize` bytes each: it may be linked."""
+    """A regular file that holds exactly these ids, little-endian, `itemsize` bytes each: it may be linked."""
     itemsize: int = 0
     """Bytes of an id in `token_file`, 2 or 4."""
     loss: Callable[[], Iterator[NDArray[np.bool_]]] | None = None
-    """Yields which tokens carry loss, in order; None: the format says nothing of it."""
+    """Yields, in order, whether each token carries loss; None if the format does not say."""
     ids: Callable[[], Iterator[str]] | None = None
-    """Yields the names of the documents, where the format has names; None: NAME#NUMBER."""
+    """Yields the names of the documents; None if the format has none."""
     continues: bool = False
-    """Whether its first document begins in the file before, as the manifest of an export says."""
+    """Whether its first document begins in the file before, by the manifest of an export."""
 
     def names(self, documents: int) -> Iterator[str]:
-        """Return the names of its documents, of which there are so many."""
+        """Yield the names of its n documents."""
         return self.ids() if self.ids is not None else (f"{self.name}#{at}" for at in range(documents))
 
 
 @dataclass(frozen=True)
 class ForeignFolder:
-    """All that an import needs to know of a folder."""
+    """Everything that an import knows of a folder."""
 
     files: list[ForeignFile]
-    """Those of train in their order, then those of val."""
+    """Files of train in their order, then of val."""
     tokenizer: str | None = None
-    """The name or path of the tokenizer that the folder itself names; no library opens it unasked."""
+    """Name or path of the tokenizer, by the folder itself; never opened without being asked."""
     vocab_size: int | None = None
-    """As the folder says; None where it says nothing."""
+    """By the folder; None if it does not say."""
     document_end: int | None = None
-    """The id that ends each document, as the folder says."""
+    """Id that ends each document, by the folder."""
     manifest: Mapping[str, Any] | None = None
-    """Of an export of this project, checked; None without one."""
+    """Checked manifest of an export of this project; None without one."""
     noticed: Mapping[str, int] = field(default_factory=dict)
-    """What was left out or changed on the way, by reason, counted: goes to meta.json."""
+    """Counts of what was left out or changed, by reason; meta.json records them."""
 
 
 def split_of(name: str, val_glob: str | None = None) -> str | None:
     """Return the split of a file by its path below the source's folder: train, val, or None for a test split.
 
-    val_glob: the pattern of the files of val, by path or by file name; then all others are train. Without it those are
-    val whose file or one of whose folders has the word val, valid, validation, dev or eval, and test is left out.
+    val_glob: pattern for files of val, by path or file name; all others are train. Without it, a file belongs to val if
+        its name or a folder in its path has the word val, valid, validation, dev or eval, and test files are left out.
     """
     if val_glob is not None:
         return "val" if fnmatchcase(name, val_glob) or fnmatchcase(name.rpartition("/")[2], val_glob) else "train"
@@ -107,16 +108,16 @@ def split_of(name: str, val_glob: str | None = None) -> str | None:
 
 
 def natural_order(path: str) -> tuple[tuple[tuple[str | int, ...], ...], str]:
-    """Return the key that sorts paths as people do, part by part: file2 before file10."""
+    """Return a key that sorts paths as people do, part by part: file2 before file10."""
     parts = (re.split("([0-9]+)", name) for name in path.split("/"))
     return tuple(tuple(int(part) if at % 2 else part for at, part in enumerate(name)) for name in parts), path
 
 
 def names_below(source: Path, *suffixes: str) -> list[str]:
-    """Return the paths below a folder of the files with one of some suffixes, in natural order; of a file its name.
+    """Return paths of files below a folder that end in one of `suffixes`, in natural order. Of a file, return its name.
 
-    Hidden files and folders are left out. A file that is a link is named: opening it is refused.
-    Raises: FileNotFoundError; CacheError E221 for more than MAX_FILES, E205 for a folder that is a link.
+    Leaves hidden files and folders out. Lists files that are links: opening one is refused.
+    Raises: FileNotFoundError; CacheError E221 for more than MAX_FILES files, E205 for a folder that is a link.
     """
     if source.is_file():
         return [source.name]
@@ -144,8 +145,10 @@ def names_below(source: Path, *suffixes: str) -> list[str]:
 
 
 def usable_name(where: Path, name: str) -> str:
-    """Return the name of a file. Raises: CacheError E221 for one that a cache cannot record, or that is too long for
-    the names of the files beside it."""
+    """Return `name` if a cache can record it and the names of the files beside it.
+
+    Raises: CacheError E221 if it has unprintable characters or is too long.
+    """
     try:
         for each in (name, f"{name}.metadata"):
             checked_name(each, "name", str(where))
@@ -156,10 +159,10 @@ def usable_name(where: Path, name: str) -> str:
 
 
 def read_pieces(path: Path, dtype: np.dtype[Any], *, offset: int = 0, count: int = -1) -> Iterator[NDArray[Any]]:
-    """Yield the numbers of a regular file in order, PIECE_BYTES at a time.
+    """Yield the numbers in a regular file in order, PIECE_BYTES at a time. Refuses links.
 
-    offset: bytes before the first. count: numbers; -1: all that follow. Links are refused.
-    Raises: FileNotFoundError; CacheError E205 for what is no regular file, E203 where the file ends first.
+    offset: bytes to skip. count: numbers to read; -1: all that follow.
+    Raises: FileNotFoundError; CacheError E205 for a link or anything but a regular file, E203 if the file is too short.
     """
     with open(open_regular(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -180,23 +183,23 @@ def read_pieces(path: Path, dtype: np.dtype[Any], *, offset: int = 0, count: int
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a regular file. Raises: as `open_regular`."""
+    """Return the size of a regular file in bytes. Raises: FileNotFoundError; CacheError E205 for any other file."""
     with open(open_regular(path), "rb") as file:
         return os.fstat(file.fileno()).st_size
 
 
 def not_ours(error: CacheError) -> CacheError:
-    """Return an error of a file of another tool, which no build makes again."""
+    """Return the error with a remedy for a file of another tool, which no build makes again."""
     remedy = error.own_remedy or ("Put a copy of the real file there" if error.code == "E205" else "")
     return CacheError(error.path, error.found, error.expected, remedy, code=error.code)
 
 
 def read_manifest(source: Path, format: str | None = None) -> Mapping[str, Any] | None:
-    """Return the manifest of an export of this project, checked; None for a file, and for a folder without one.
+    """Return the checked manifest of an export of this project. None for a file, or a folder without a manifest.
 
-    format: the expected one. The token files that it names are regular files of the sizes that it says, below `source`.
-    Raises: CacheError E221 for one of another kind, version or format, and for a wrong value; E205 for a token file
-        that is none.
+    format: the format that it must name; None for any. Each token file must be a regular file below `source`, with the
+        size in the manifest.
+    Raises: CacheError E221 for another kind, version or format, and for a wrong value; E205 for a link.
     """
     path = source / MANIFEST_NAME
     if not source.is_dir() or not os.path.lexists(path):
@@ -220,15 +223,15 @@ def read_manifest(source: Path, format: str | None = None) -> Mapping[str, Any] 
 
 
 def manifest_files(manifest: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """Return the records of the token files of a manifest by name, in its order; {} without one.
+    """Return the token files of a manifest, name -> record, in its order; {} without a manifest.
 
-    Each has name, bytes, sha256, split, and `of`, a list of name and continues of the shards in the file.
+    A record has name, bytes, sha256, split, and `of`, the name and `continues` of each shard in the file.
     """
     return {record["name"]: record for record in (manifest or {}).get("files", []) if "of" in record}
 
 
 def _check_manifest(manifest: dict[str, Any], where: str) -> None:
-    """Raise CacheError or ValueError unless every key that an import uses has its type."""
+    """Raise CacheError or ValueError unless every key that an import uses has the right type."""
     if manifest.get("kind") != "export" or manifest.get("manifest_version") != MANIFEST_VERSION:
         version = f"kind {manifest.get('kind')!r:.40}, manifest_version {manifest.get('manifest_version')!r:.40}"
         raise ValueError(f"{version}, expected 'export' and {MANIFEST_VERSION}")

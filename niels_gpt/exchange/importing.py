@@ -1,4 +1,4 @@
-"""Import: a folder of another tool -> a version of a cache, committed like a build."""
+"""Import a folder of another tool: write a version of a cache and commit it like a build."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder
 from niels_gpt.exchange.output import MANIFEST_NAME, Modes
 from niels_gpt.exchange.texts import Texts
 from niels_gpt.kinds.kind import Kind
-from niels_gpt.progress import Progress
 from niels_gpt.storage import versions
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import path_inside, sha256_regular
-from niels_gpt.tokenizers.document_tokens import DocumentToken, document_end
+from niels_gpt.tokenizers.document_tokens import DocumentToken, document_end, start_of_documents
 from niels_gpt.tokenizers.protocol import FullTokenizer
-from niels_gpt.tokenizers.vocabulary import start_of_documents
+from niels_gpt.work import Progress
 
 _OF_ROWS = ("hf", "litdata")  # formats whose rows are the documents
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -33,16 +32,16 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import made."""
+    """Result of an import."""
 
     path: Path
-    """The public folder."""
+    """Public folder of the cache."""
     meta: dict[str, Any]
-    """Its meta.json."""
+    """Content of its meta.json."""
     files: int
     """Token files of the other tool."""
     linked_bytes: int
-    """Bytes of tokens that are hard links, which take no disk space."""
+    """Bytes of tokens in hard links, which take no disk space."""
 
     @property
     def tokens(self) -> int:
@@ -60,16 +59,16 @@ class Imported:
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What the caller may choose."""
+    """Choices of the caller."""
 
     end: str | None = None
-    """The token that ends documents, as the setting document_end; None: as the manifest, the folder or "auto" says."""
+    """Token that ends documents, as in the setting document_end; None: by the manifest or the folder, else "auto"."""
     copy: bool = False
-    """Copy files that could be linked."""
+    """Copy files instead of linking them."""
     licence: str | None = None
     attribution: str | None = None
     pad_id: int | None = None
-    """Of an sft cache; None: that of the manifest, else what ends documents."""
+    """Pads rows of an sft cache; None: by the manifest, else the id that ends documents."""
     utf8_bytes: bool = True
     """Count the bytes of the text, for bits per byte."""
 
@@ -85,13 +84,14 @@ def import_folder(
     before_commit: Callable[[], object] = lambda: None,
     progress: Progress | None = None,
 ) -> Imported:
-    """Make what a format found in `source` the cache at `path`, atomically.
+    """Import a folder that a format has read, and commit it as the cache at `path`.
 
-    tokenizer: that made the ids. before_commit: called when all files of the cache are written.
-    progress: called with files, bytes of tokens read, and such bytes in all.
-    Warns (W205) where the ids seem to be of another tokenizer.
-    Raises: CacheError as `assemble`, and E221 for a folder without tokens for train, with loss in some files only, or
-        changed after its export; ValueError for a document end or pad id that the tokenizer does not have.
+    tokenizer: produced the ids. before_commit: called after all files of the cache are written.
+    progress: called with files, bytes of tokens read, and bytes of tokens in all.
+    Warns W205 if the ids seem to come from another tokenizer.
+    Raises: CacheError E222 for an id outside the vocabulary; E221 for a folder without tokens for train, with loss in
+        some files only, changed since its export, or a file that its format describes otherwise; E206 for too many
+        files. ValueError for an end of documents or pad id that the tokenizer does not have. OSError.
     """
     kind = kind_of(source, folder)
     end = _end_of(folder, tokenizer, options.end)
@@ -127,7 +127,7 @@ def import_folder(
 def _examined(
     done: Assembled, about: About, tokenizer: FullTokenizer, path: Path, folder: ForeignFolder, options: ImportOptions
 ) -> dict[str, Any]:
-    """Return the keys of meta.json that what was written decides. path: of the cache, for warnings."""
+    """Return the keys of meta.json that depend on the written tokens. path: named in warnings."""
     start = None if folder.manifest is None else start_of_documents(folder.manifest["cache"], MANIFEST_NAME)
     texts = Texts(done, about.kind, tokenizer, about.end, None if start is None else start[0])
     documents, unknown = sum(done.docs.values()), tokenizer.unk_id
@@ -152,9 +152,9 @@ def _examined(
 def _compare_with_manifest(
     source: Path, manifest: Mapping[str, Any] | None, files: Sequence[ForeignFile], done: Assembled
 ) -> None:
-    """Raise CacheError E221 for a file that an export wrote otherwise. One that was removed is not compared.
+    """Raise CacheError E221 for a file whose sha256 is not the manifest's. Skips files that were removed.
 
-    A token file that became a shard as it is was hashed as such; other files are read once more.
+    A token file that became a shard unchanged was hashed already; other files are read once more.
     """
     hashed = {}
     for split in SPLITS:
@@ -174,7 +174,10 @@ def _compare_with_manifest(
 
 
 def kind_of(source: Path, folder: ForeignFolder) -> Kind:
-    """Return the kind with loss where the files say which tokens carry it, else pretrain. Raises: CacheError E221."""
+    """Return sft if the files say which tokens carry loss, else pretrain.
+
+    Raises: CacheError E221 if only some files say so, or no file is of train.
+    """
     with_loss = [file for file in folder.files if file.loss is not None]
     if with_loss and len(with_loss) != len(folder.files):
         without = next(file.name for file in folder.files if file.loss is None)
@@ -187,9 +190,9 @@ def kind_of(source: Path, folder: ForeignFolder) -> Kind:
 
 
 def _end_of(folder: ForeignFolder, tokenizer: FullTokenizer, choice: str | None) -> DocumentToken | None:
-    """Return the token that ends documents: the caller's, the manifest's, the folder's, else the tokenizer's.
+    """Return the token that ends documents, by the caller, the manifest, the folder or the tokenizer, in this order.
 
-    Raises: ValueError where it is needed for borders, and nobody names one.
+    Raises: ValueError if borders depend on it and nothing names one.
     """
     if choice is not None:
         return document_end(tokenizer, choice)
@@ -214,14 +217,15 @@ def _borders(folder: ForeignFolder, format: str, end: DocumentToken | None, choi
 
 
 def _name_of(tokenizer: str) -> str:
-    """Return an id of the hub as it stands, and the last part of a path: a meta.json names no folder of a machine."""
+    """Return an id of the hub unchanged, or the last part of a path: meta.json names no folder of a machine."""
     return (tokenizer if _HUB_ID.fullmatch(tokenizer) else PurePath(tokenizer).name)[:200]
 
 
 def _pad_id(
     source: Path, folder: ForeignFolder, tokenizer: FullTokenizer, end: DocumentToken | None, choice: int | None
 ) -> int:
-    """Return the id that fills up rows. Raises: ValueError; CacheError E221 where nobody names one."""
+    """Return the id that pads rows. Raises: ValueError for an id outside the vocabulary; CacheError E221 if nothing
+    names one."""
     known = choice
     if known is None and folder.manifest is not None:
         known = folder.manifest["cache"].get("pad_id")

@@ -1,4 +1,4 @@
-"""The names of the formats, and how their own tools read them. Nothing here loads numpy: `--help` names them."""
+"""Name the formats, and the call that opens each in its own tool. Loads no numpy, because --help shows the names."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ READ_LINES = {
     "litdata": 'litdata.StreamingDataset("{folder}", item_loader=litdata.TokensLoader(block_size=2049))',
     "hf": 'datasets.load_dataset("parquet", data_dir="{out}")',
 }
-"""By format: a line of Python that opens the first file of tokens."""
+"""A line of Python that opens the first token file, by format."""
 FORMAT_NAMES = tuple(READ_LINES)
-"""What --to and --from take: the keys of `formats.FORMATS`, in their order."""
+"""Values of --to and --from: the keys of `formats.FORMATS`, in their order."""
 
 
 def read_line(out: str, manifest: Mapping[str, Any]) -> str:
-    """Return the line of Python that opens the first file of tokens of an export; "" of one without tokens.
+    """Return a line of Python that opens the first token file of an export; "" if it has none.
 
-    out: the folder. manifest: its niels_gpt.json.
+    out: folder of the export. manifest: its niels_gpt.json.
     """
     names = [str(record["name"]) for record in manifest["files"] if record.get("of")]
     if not names:

@@ -1,7 +1,7 @@
-"""A token cache as an export reads it, and the folder of another tool that it writes.
+"""The token cache that an export reads, and the folder that it writes.
 
-Of the cache: its token files, where documents end in each, and which tokens carry loss. Of the folder: hard links where
-the bytes are the same, copies, streams, and the records of all files for the manifest.
+The cache gives token files, document ends and loss. The folder takes hard links where the bytes are equal, copies, and
+written files, and keeps a record of each for the manifest.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from niels_gpt.cache.formats import SPLITS, flat_targets, has_loss_bits
 from niels_gpt.cache.meta import checked_meta, special_id
 from niels_gpt.cache.mmap import TokenFiles, mmap_tokens
 from niels_gpt.kinds.folders import open_cache
-from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
 from niels_gpt.storage.fileio import META_NAME, OutputFile
 from niels_gpt.storage.meta_json import open_regular, path_inside
-from niels_gpt.tokenizers.protocol import Ids
-from niels_gpt.tokenizers.vocabulary import end_of_documents, token_dtype_of
+from niels_gpt.tokenizers.document_tokens import end_of_documents
+from niels_gpt.tokenizers.protocol import Ids, token_dtype_of
+from niels_gpt.work import Progress
 
 MANIFEST_NAME = "niels_gpt.json"
-"""In every exported folder: the cache it was made from, and the shards that each file holds."""
+"""In every exported folder: names the cache, and the shards in each file."""
 MANIFEST_VERSION = 1
 _WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 _BLOCK_TOKENS = 1 << 22
-"""Tokens whose loss is computed at once, whole examples."""
+"""Tokens whose loss is computed at once; always whole examples."""
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
@@ -46,35 +46,38 @@ _BLOCK_TOKENS = 1 << 22
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One token file of a split: a shard of a pretrain cache, or all of a split of an sft cache."""
+    """A token file of a split: one shard of a pretrain cache, or a whole split of an sft cache."""
 
     cache: TokenCache
     split: str
     number: int
-    """Of the file in its split, from 0."""
+    """Its place in the split, from 0."""
     path: Path
     record: dict[str, Any]
     """Its record in meta.json: name, tokens, bytes, sha256."""
     first: int
-    """The place of its first token in the stream of the split."""
+    """Position of its first token in the split."""
 
     @property
     def tokens(self) -> int:
-        """Tokens in it."""
+        """Number of tokens."""
         return int(self.record["tokens"])
 
     @property
     def ids(self) -> Ids:
-        """Its tokens, mapped: `cache.dtype` [tokens]. Every block is compared with its checksum. Raises: CacheError."""
+        """Map its tokens: `cache.dtype` [tokens]. Every block is compared with its checksum.
+
+        Raises: CacheError if the file is damaged, missing, or not a regular file.
+        """
         with open(open_regular(self.path), "rb") as file:
             self.cache.sums.check_opened(self.path, file.fileno(), whole=True)
         return mmap_tokens(self.path, expected_bytes=int(self.record["bytes"]), dtype=self.cache.dtype)
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """Where each of its documents (examples) ends, in tokens of this file: int64 [documents], the last is `tokens`.
+        """Return where each document or example ends, in tokens of this file: int64 [documents], the last is `tokens`.
 
-        A document that lies in several files has a piece in each.
+        A document that spans several files has a piece in each.
         """
         return ends_in(self.cache.bounds(self.split), self.first, self.tokens)
 
@@ -84,7 +87,8 @@ class TokenFile:
         return continues_at(self.cache.bounds(self.split), self.first)
 
     def loss(self) -> Iterator[NDArray[np.bool_]]:
-        """Yield which tokens carry loss, in order: bool arrays, `tokens` in all. For a kind with loss."""
+        """Yield whether each token carries loss, in order: bool arrays, `tokens` values in all. Only for a kind with
+        loss."""
         meta, folder, ends, ids = self.cache.meta, self.cache.folder, self.ends, self.ids
         bits = open_bits(folder, meta, self.split, self.tokens) if has_loss_bits(meta) else None
         begin = 0
@@ -101,9 +105,9 @@ class TokenFile:
 
 
 def ends_in(bounds: NDArray[np.int64], first: int, tokens: int) -> NDArray[np.int64]:
-    """Return where the documents in some tokens of a split end, counted from `first`; the last is `tokens`.
+    """Return where documents end within `tokens` tokens from `first` on, relative to `first`; the last is `tokens`.
 
-    bounds: where each document of the split starts and the last one ends: int64 [documents + 1].
+    bounds: starts of the split's documents, then the end of the last one: int64 [documents + 1].
     """
     begin, end = np.searchsorted(bounds, (first, first + tokens), side="right")
     ends = np.asarray(bounds[begin:end]) - first
@@ -111,15 +115,18 @@ def ends_in(bounds: NDArray[np.int64], first: int, tokens: int) -> NDArray[np.in
 
 
 def continues_at(bounds: NDArray[np.int64], first: int) -> bool:
-    """Whether a document of a split lies on both sides of token `first`."""
+    """Return whether a document of a split lies on both sides of token `first`."""
     return bool(bounds[np.searchsorted(bounds, first)] != first)
 
 
 class TokenCache:
-    """A pretrain or sft cache, one version of it, which gc leaves while this is alive."""
+    """One version of a pretrain or sft cache. gc keeps the version while this object lives."""
 
     def __init__(self, cache: Path) -> None:
-        """cache: its public folder. Raises: FileNotFoundError; CacheError for a stub, another kind, or damage."""
+        """Open a cache by its public folder.
+
+        Raises: FileNotFoundError; CacheError E208 for a kind without export formats, or for a damaged meta.json.
+        """
         self.path = cache
         opened = open_cache(cache)
         if not opened.kind.formats:
@@ -133,23 +140,23 @@ class TokenCache:
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it."""
+        """Number of ids in the vocabulary: every id is smaller."""
         return int(self.meta["vocab_size"])
 
     @cached_property
     def document_end(self) -> int | None:
-        """The id that ends each document of a pretrain cache; None where there is none."""
+        """Id that ends each document of a pretrain cache; None if there is none."""
         end = end_of_documents(self.meta, str(self.folder / META_NAME))
         return None if end is None else end[0]
 
     def bounds(self, split: str) -> NDArray[np.int64]:
-        """Where each document starts and the last one ends, in tokens of the split: int64 [documents + 1]."""
+        """Return starts of the split's documents, then the end of the last one, in tokens: int64 [documents + 1]."""
         if split not in self._bounds:
             self._bounds[split] = bounds(self.folder, self.meta, split)
         return self._bounds[split]
 
     def files(self, split: str) -> list[TokenFile]:
-        """Return the token files of a split in order; [] for a split without tokens."""
+        """Return the token files of a split in order; [] if it has no token."""
         found, first = [], 0
         for number, record in enumerate(self.meta["shards"][split]):
             if record["tokens"]:
@@ -159,9 +166,9 @@ class TokenCache:
         return found
 
     def checked_files(self) -> list[TokenFile]:
-        """Return the token files of train, then of val. Kinds, sizes and ends of all are looked at first.
+        """Return the token files of train, then of val, after a look at the kind, size and checksum of the end of each.
 
-        Raises: as `mmap_tokens`; CacheError for a file of another version.
+        Raises: FileNotFoundError; CacheError E203 for another size, E205 for a link, or for a file of another version.
         """
         files = [file for split in SPLITS for file in self.files(split)]
         TokenFiles([(file.path, int(file.record["bytes"])) for file in files], dtype=self.dtype)
@@ -176,26 +183,24 @@ class TokenCache:
 
 
 class Output:
-    """The folder of an export while it is written, and the records of its files."""
+    """The folder of an export while it is written, with a record of each file."""
 
     def __init__(self, work: Path, cache: TokenCache, total: int, progress: Progress | None, modes: Modes) -> None:
-        """work: an empty folder. total: bytes of all token files. modes: of the cache's files.
-
-        progress: called with files, bytes written or linked, and `total`.
-        """
+        """work: empty folder. total: bytes of all token files. modes: remembers the modes of the cache's files.
+        progress: called with files, bytes written or linked, and `total`."""
         self.work, self.cache, self._progress = work, cache, progress
         self.records: list[dict[str, Any]] = []
-        """Of each file, in the order written: name, bytes, sha256; of a token file also its part of the manifest."""
+        """Record of each file, in the order written: name, bytes, sha256; for a token file also split and shards."""
         self.noted: dict[str, int] = {}
-        """What the format could not hold as the cache has it, by reason, counted."""
+        """Counts of what the format could not hold as the cache has it, by reason."""
         self.modes = modes
         self._total, self._done = total, 0
 
     def place(self, name: str, file: TokenFile) -> None:
-        """Let `name` be a token file of the cache: the same bytes, a hard link, or a copy where links are impossible.
+        """Put a token file of the cache at `name`: a hard link, or a copy where a link is impossible.
 
-        A link is made read-only, and the cache's file with it: they are one file with two names. A file of another
-        owner cannot be made so, and is copied.
+        A link is made read-only, and the cache's file with it, because both are one file. A file of another owner
+        cannot be made read-only, and is copied.
         """
         path = self.work / name
         fileio.make_dir(path.parent)
@@ -204,7 +209,7 @@ class Output:
         self._add(name, record, made="link" if linked else "copy", files=[file])
 
     def write(self, name: str, content: Iterable[Any], files: Iterable[TokenFile] = ()) -> None:
-        """Write a file from buffers. files: the token files whose tokens are in it, in order."""
+        """Write a file from buffers. files: token files that it holds, in order."""
         path, digest = self.work / name, hashlib.sha256()
         fileio.make_dir(path.parent)
         file = OutputFile(path)
@@ -217,7 +222,7 @@ class Output:
         self._add(name, {"bytes": file.num_bytes, "sha256": digest.hexdigest()}, made="written", files=list(files))
 
     def note(self, reason: str, count: int) -> None:
-        """Count what the format could not hold as the cache has it."""
+        """Count something that the format could not hold as the cache has it."""
         if count:
             self.noted[reason] = self.noted.get(reason, 0) + count
 
@@ -231,14 +236,14 @@ class Output:
 
 
 class Modes:
-    """The files that lost the right to write because they were linked, to give it back if the work fails."""
+    """Original modes of linked files, to restore them if the work fails."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Path, int]] = []
 
     @contextmanager
     def restored_on_failure(self) -> Iterator[Modes]:
-        """Give each file the mode back that it had, if the block raises."""
+        """Restore the mode of each file if the block raises."""
         try:
             yield self
         except BaseException:
@@ -248,7 +253,7 @@ class Modes:
             raise
 
     def made_read_only(self, path: Path, source: Path) -> bool:
-        """Make a hard link to `source` read-only, or put a copy in its place; returns whether it is still the link."""
+        """Make a hard link to `source` read-only, or replace it by a copy. Returns whether it is still a link."""
         mode = stat.S_IMODE(path.stat().st_mode)
         if not mode & _WRITES:
             return True

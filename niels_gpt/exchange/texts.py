@@ -1,6 +1,6 @@
-"""What the documents of an assembled cache say: the bytes of their text, and whether their text gives the same ids.
+"""Measure the text in an assembled cache: its bytes, and whether encoding it again gives the same ids.
 
-The length of a text is a sum over its ids where that is proved on a sample of its documents; else all are decoded.
+The length of a text is a sum over its ids where a sample of documents proves that; else all documents are decoded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Table:
 
 
 class Texts:
-    """The documents of an assembled cache and their tokenizer."""
+    """Documents of an assembled cache with their tokenizer."""
 
     def __init__(
         self, done: Assembled, kind: Kind, tokenizer: FullTokenizer, end: DocumentToken | None, start: int | None
@@ -60,9 +60,9 @@ class Texts:
         self._samples = [each for split in SPLITS for each in self._sampled(split)]
 
     def roundtrip(self, where: Path) -> dict[str, Any]:
-        """Return `roundtrip`: documents of the sample, and how many get other ids when they are encoded again.
+        """Return `roundtrip`: documents in the sample, and how many change when they are encoded again.
 
-        Warns (W205) where most ids change: they are of another tokenizer, it seems.
+        Warns W205 if most ids change: another tokenizer seems to have produced them.
         """
         differ = changed = total = 0
         for ids, is_cut in self._samples:
@@ -78,7 +78,7 @@ class Texts:
         return {"texts": len(self._samples), "differ": differ}
 
     def _changed(self, ids: Ids, is_cut: bool) -> int:
-        """Return how many ids of a document change; of one that is cut, the last ones do not count."""
+        """Return how many ids of a document change. The last ids of a cut document do not count."""
         try:
             again = np.asarray(self._tokenizer.encode(self._tokenizer.decode(ids.tolist())), dtype=np.int64)
         except ValueError:
@@ -92,7 +92,7 @@ class Texts:
         return max(1, len(ids) - begin - end)
 
     def utf8_bytes(self) -> dict[str, int]:
-        """Return the utf-8 length of the text of each split, without what begins and ends its documents."""
+        """Return the utf-8 length of the text by split, without the tokens that begin and end documents."""
         table = next((each for each in self._tables() if self._is_proved(each)), None)
         if table is None:
             logger.info("the text is counted by decoding every document; --no-utf8-bytes leaves that out")
@@ -126,7 +126,7 @@ class Texts:
         yield _Table(sizes, np.where(self._control, 0, stripped))
 
     def _is_proved(self, table: _Table) -> bool:
-        """Whether the sums of a table are the lengths of the decoded texts of the sample."""
+        """Return whether sums of the table equal the lengths of the decoded sample."""
         for sample, is_cut in self._samples:
             ids = sample[~self._control[sample]]
             for _ in range(4 * is_cut):  # perhaps inside a character
@@ -140,7 +140,7 @@ class Texts:
         return len(self._tokenizer.decode(ids[~self._control[ids]].tolist()).encode())
 
     def _stripped(self, split: str, table: _Table) -> int:
-        """Return the bytes that the first tokens of the documents of a split lack."""
+        """Return how many bytes the tokenizer strips from the first tokens of the documents of a split."""
         return sum(
             int(table.stripped[text[0]])
             for ids in self._documents(split)
@@ -149,7 +149,7 @@ class Texts:
 
     @cached_property
     def with_start(self) -> dict[str, int]:
-        """The documents of each split that begin with `start`."""
+        """Documents by split that begin with `start`."""
         found = dict.fromkeys(SPLITS, 0)
         for split in SPLITS:
             bounds, first = self._bounds(split), 0
@@ -163,7 +163,8 @@ class Texts:
     # --- documents ----------------------------------------------------------------------------------------------------
 
     def _bounds(self, split: str) -> NDArray[np.int64]:
-        """Return where the documents of a split start, and its last one ends; of a pretrain cache the mapped file."""
+        """Return starts of the documents of a split, then the end of the last one. For a pretrain cache the mapped
+        file."""
         tokens = sum(record["tokens"] for record in self._done.shards[split])
         if not tokens:
             return np.zeros(1, dtype=np.int64)
@@ -173,7 +174,7 @@ class Texts:
         return np.append(starts, np.int64(tokens)) if has_loss else starts
 
     def _documents(self, split: str) -> Iterator[Ids]:
-        """Yield the ids of each document, without those that begin and end it."""
+        """Yield the ids of each document, without the tokens that begin and end it."""
         bounds, number, position = self._bounds(split), 0, 0
         parts: list[Ids] = []
         for record in self._done.shards[split]:
@@ -191,7 +192,7 @@ class Texts:
             position = last
 
     def _sampled(self, split: str) -> Iterator[tuple[Ids, bool]]:
-        """Yield the beginnings of some documents, evenly over the split, and whether each is less than all of it."""
+        """Yield beginnings of documents, spread evenly over the split, and whether each one is cut."""
         bounds = self._bounds(split)
         firsts = np.cumsum([0, *(record["tokens"] for record in self._done.shards[split])])
         chosen = np.unique(np.linspace(0, len(bounds) - 2, _SAMPLE_DOCUMENTS).astype(np.int64)).tolist()

@@ -1,13 +1,12 @@
-"""Files of the hub's datasets as an fsspec protocol: each read gives the bytes asked for, or an error.
+"""Files of the hub's datasets as an fsspec protocol: each read returns the bytes asked for, or raises.
 
-All retries of a file's bytes happen here, with one limit, instead of in three layers of libraries. The protocol hf://
-of the library is left as it is.
+All retries of a file's bytes happen here, with one limit, instead of in three layers of libraries. The library's own
+protocol, hf://, stays as it is.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
@@ -16,20 +15,20 @@ from niels_gpt.hub.retries import STREAM_ATTEMPTS, Backoff, BrokenAnswer, may_pa
 PROTOCOL = "hfchecked"
 """fsspec's name for the hub read through CheckedFile."""
 DOWNLOAD_BLOCK_BYTES = 1 << 25
-"""Bytes of one request when a whole file is downloaded; fsspec's default of 5 MiB (fsspec/spec.py) is for streams."""
+"""Request size when a whole file is downloaded. fsspec's default of 5 MiB (fsspec/spec.py) suits streams."""
 
 
 @cache
 def register_checked_files() -> None:
     """Register PROTOCOL with fsspec.
 
-    What it prevents (tests/hub/test_hub_faults.py shows each with datasets 5.2.0 and huggingface_hub 2.4.0):
-    - HfFileSystemFile._fetch_range (huggingface_hub/hf_file_system.py) returns any answer. An empty one without
-      Content-Length reads as the end of the file, and the rest of a jsonl shard is lost without an error; one that
-      ignores Range, or comes from a proxy, gives other bytes than those asked for.
+    It prevents two losses (tests/hub/test_hub_faults.py shows each with datasets 5.2.0 and huggingface_hub 2.4.0):
+    - HfFileSystemFile._fetch_range (huggingface_hub/hf_file_system.py) returns any answer. An empty answer without
+      Content-Length reads as the end of the file, and the rest of a jsonl shard is lost without an error. An answer
+      that ignores Range, or comes from a proxy, has other bytes.
     - http_get (huggingface_hub/file_download.py) resumes after the last whole chunk of 10 MB and removes a failed
-      download: if every answer is cut, a dataset that is not streamed never arrives. Here it is fetched like a stream,
-      block by block, and kept by `datasets` under HF_DATASETS_CACHE, not in the hub's cache.
+      download. If every answer is cut, a dataset that is not streamed never arrives. Here it is fetched like a stream,
+      block by block; `datasets` keeps it under HF_DATASETS_CACHE, not in the hub's cache.
     """
     import fsspec
     from fsspec.spec import AbstractFileSystem
@@ -57,7 +56,7 @@ def register_checked_files() -> None:
 
 
 def _checked_file() -> type:
-    """Make the class of files of PROTOCOL: its base is imported late, as huggingface_hub is heavy."""
+    """Define the file class of PROTOCOL. Its base is imported late, as huggingface_hub is heavy."""
     from fsspec.spec import AbstractBufferedFile
     from huggingface_hub.hf_file_system import HfFileSystemFile
 
@@ -68,7 +67,7 @@ def _checked_file() -> type:
             while len(block) < end - start:
                 before = len(block)
                 try:
-                    _append_range(self, block, start, end, super()._fetch_range)
+                    _append_range(self, block, start, end)
                 except Exception as error:
                     if not may_pass(error):
                         raise
@@ -84,43 +83,37 @@ def _checked_file() -> type:
     return CheckedFile
 
 
-def _append_range(file: Any, block: bytearray, start: int, end: int, fetch_whole: Callable[[int, int], bytes]) -> None:
-    """Append to `block` what is missing of bytes start to end (exclusive), as far as it arrives.
+def _append_range(file: Any, block: bytearray, start: int, end: int) -> None:
+    """Append the missing bytes of start to end (exclusive) to `block`, as far as they arrive.
 
-    fetch_whole: the library's own method, for huggingface_hub before 1.0, whose client cannot stream like this.
-    Raises: the client's errors; BrokenAnswer if the answer has other bytes, which are not appended, or ends early.
+    Raises: BrokenAnswer E603 if the answer has other bytes, which are not appended, or ends early; the client's errors.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
     first = start + len(block)
-    session = get_session()
-    if not hasattr(session, "stream"):
-        whole = fetch_whole(first, end)
-        block += whole if len(whole) == end - first else b""
-    else:
-        # Without identity a CDN may compress the answer, and then it ignores Range.
-        asked = {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
-        headers = {**file.fs._api._build_hf_headers(), **asked}
-        with session.stream(
-            "GET", file.url(), headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, follow_redirects=True
-        ) as response:
-            hf_raise_for_status(response)
-            _check_range(response, first, end, file.size)
-            for chunk in response.iter_bytes():
-                block += chunk[: end - start - len(block)]
-                if response.status_code == 200 and len(block) == end - start:
-                    break  # the rest of the file follows
+    # Without identity a CDN may compress the answer, and then it ignores Range.
+    asked = {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
+    headers = {**file.fs._api._build_hf_headers(), **asked}
+    how: dict[str, Any] = {"headers": headers, "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT, "follow_redirects": True}
+    with get_session().stream("GET", file.url(), **how) as response:
+        hf_raise_for_status(response)
+        _check_range(response, first, end, file.size)
+        for chunk in response.iter_bytes():
+            block += chunk[: end - start - len(block)]
+            if response.status_code == 200 and len(block) == end - start:
+                break  # the rest of the file follows
     if len(block) != end - start:
         received = len(block) - (first - start)
         raise BrokenAnswer(f"asked for {end - first} bytes from byte {first}, and the answer ended after {received}")
 
 
 def _check_range(response: Any, first: int, end: int, size: int) -> None:
-    """Raise BrokenAnswer unless an answer's headers promise bytes first to end (exclusive) of a file of `size` bytes.
+    """Check that an answer's headers promise bytes first to end (exclusive) of a file of `size` bytes.
 
-    A server may send fewer bytes of the range (RFC 9110 14.4), or ignore Range and send status 200 with the whole file,
-    which is accepted if the range begins at byte 0.
+    A server may send fewer bytes of the range (RFC 9110 14.4). It may ignore Range and send the whole file with status
+    200, which fits if the range begins at byte 0.
+    Raises: BrokenAnswer E603 if the headers promise other bytes.
     """
     content_range, length = response.headers.get("Content-Range", ""), response.headers.get("Content-Length", "")
     span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", content_range)

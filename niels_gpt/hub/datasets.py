@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face hub: a dataset's card, and its rows through `datasets`, at one commit throughout.
 
-A failed question is asked again, and a broken stream is opened again and continues after the last row: retries.py has
-the limits, and checked_files.py says what the libraries would lose.
+A failed question is asked again. A broken stream is opened again and resumes after the last row. retries.py has the
+limits; checked_files.py lists the losses of the libraries that it prevents.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ T = TypeVar("T")
 SITE = "https://huggingface.co/datasets/"
 """A dataset's page for people, which does not depend on HF_ENDPOINT."""
 CARD_TIMEOUT_S = 30.0
-"""Seconds that the hub has to answer for a dataset's card."""
+"""Limit of one request for a dataset's card."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """What the hub says about a dataset at one commit."""
+    """The hub's description of a dataset at one commit."""
 
     revision: str
     """The commit: 40 hexadecimal digits."""
     licence: str | None
-    """As the card has it: the hub's id; for "other" the card's license_name; several joined with ", "."""
+    """The licence id on the card; its license_name for "other"; several joined with ", "."""
     attribution: str
-    """Title, author and address: with `licence` what CC BY 4.0 section 3(a)(1) requires to be retained."""
+    """Title, author and address. CC BY 4.0 section 3(a)(1) requires to retain these and `licence`."""
 
 
 def card_of(dataset_id: str, *, revision: str | None = None) -> Card:
-    """Ask the hub for a dataset's card at a branch, tag or commit; None stands for its default branch.
+    """Ask the hub for a dataset's card.
 
-    Raises: ConnectionError after ASK_ATTEMPTS failures; ValueError if the dataset or revision does not exist, or this
+    revision: branch, tag or commit; None: the default branch.
+    Raises: GaveUp E601 after ASK_ATTEMPTS failures; HubRefusal E602 if the dataset or revision does not exist, or this
         user may not read it.
     """
     from huggingface_hub import HfApi
@@ -84,16 +85,16 @@ def rows(
     shuffle_seed: int | None = None,
     shuffle_buffer: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Stream rows through `datasets`, at one commit throughout.
+    """Yield rows through `datasets`, at one commit throughout.
 
+    A broken stream is opened again, and the rows already yielded are skipped. Their order depends only on the commit,
+    the seed and the buffer, so no row is lost or repeated.
     dataset_id: NAME or OWNER/NAME on the hub, even if the current directory has a folder of that name; or the path of a
         local folder, which is absolute or begins with "." or "~".
-    shuffle_seed: shuffles with the library's own shuffle: a buffer of `shuffle_buffer` rows (10,000 by default) when
+    shuffle_seed: shuffle with the library's own shuffle: a buffer of `shuffle_buffer` rows (10,000 by default) when
         streaming, else a full permutation. It draws from NumPy inside the library (D9).
-    A broken stream is opened again, and the rows already yielded are skipped: their order depends only on the commit,
-    the seed and the buffer, so no row is lost or repeated.
-    Raises: ConnectionError after ASK_ATTEMPTS failures to open it, or STREAM_ATTEMPTS without a row in between;
-        ValueError if the dataset, revision, config or split does not exist, or this user may not read it.
+    Raises: GaveUp E601 after ASK_ATTEMPTS failures to open it, or STREAM_ATTEMPTS without a row in between; HubRefusal
+        E602 if the dataset, revision, config or split does not exist, or this user may not read it.
     """
     revision = _commit_of(dataset_id, revision)
 
@@ -118,13 +119,13 @@ def rows_of_partition(
     shuffle_seed: int | None = None,
     shuffle_buffer: int | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Stream the rows of one partition, each with its name PATH#ROW: its file in the repository, its number from 1.
+    """Yield the rows of one partition, each with its name PATH#ROW: its file in the repository, its number from 1.
 
-    File f of the split's n files, from 0, in the library's order, is in partition f mod P where n is at least P;
-    otherwise row r of the split, from 0, is in partition r mod P.
-    shuffle_seed: of all partitions; each is shuffled by its own seed, as `rows` shuffles a stream: also the order of
-        files, unless the partition has rows of all of them.
-    The rows are those of `rows`, whose other arguments and errors these are.
+    A split has n files. If n is at least P, the number of partitions, file f from 0 in the library's order is in
+    partition f mod P. Otherwise row r of the split, from 0, is in partition r mod P.
+    shuffle_seed: shared by all partitions. Each derives its own seed and shuffles its rows as `rows` shuffles a stream:
+        also the order of its files, unless it has rows of every file.
+    Takes the other arguments of `rows`, and raises its errors.
     """
     revision = _commit_of(dataset_id, revision)
     seed = None if shuffle_seed is None else partition.seed(shuffle_seed)
@@ -149,7 +150,7 @@ class _OwnRows:
     """The rows of a partition in order, as {"name": ..., "row": ...}; an instance is iterated over, or called."""
 
     def __init__(self, stream: Any, paths: Sequence[str], partition: Partition) -> None:
-        """stream: of the whole split. paths: of its files. Raises: ValueError where it is not streamed by file."""
+        """stream, paths: the whole split and its files. Raises: HubRefusal E602 if it is not streamed file by file."""
         if stream.num_shards != len(paths):
             raise HubRefusal(f"streamed in {stream.num_shards} pieces, expected one for each of its {len(paths)} files")
         self._stream, self._paths, self._partition = stream, paths, partition
@@ -157,7 +158,7 @@ class _OwnRows:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of a call for all rows. The library shuffles a list; all rows are counted in order from a tuple."""
+        """Arguments of a call for all rows. The library shuffles a list; rows are counted in order from a tuple."""
         number, total = self._partition
         if self._has_files:
             return {"files": list(range(number, len(self._paths), total))}
@@ -185,7 +186,7 @@ def _paths_of(builder: Any, split: str) -> list[str]:
 
 
 def _commit_of(dataset_id: str, revision: str | None) -> str | None:
-    """Return the commit of a dataset on the hub at a revision; for a folder the revision."""
+    """Return the commit of a dataset on the hub at a revision; for a folder the revision itself."""
     if _is_folder(dataset_id) or COMMIT_SHA.fullmatch(revision or ""):
         return revision
     return card_of(dataset_id, revision=revision).revision
@@ -226,7 +227,7 @@ def _all_of(found: Any, what: str, dataset_id: str) -> Iterator[dict[str, Any]]:
 
 
 def _builder(dataset_id: str, config: str | None, streaming: bool, revision: str | None) -> Any:
-    """Return what `datasets.load_dataset` reads with, after the files' protocol is replaced by PROTOCOL."""
+    """Return the builder of `datasets.load_dataset`, with PROTOCOL in place of the protocol of its files."""
     import datasets
 
     local = _is_folder(dataset_id)
@@ -246,7 +247,7 @@ def _builder(dataset_id: str, config: str | None, streaming: bool, revision: str
 
 
 def _raise_the_hubs_reason(dataset_id: str, revision: str | None) -> None:
-    """Raise the hub's error for a dataset that `datasets` could not open; return if the hub has no objection."""
+    """Raise the hub's error for a dataset that `datasets` could not open; return if the hub reports none."""
     from huggingface_hub import HfApi
 
     HfApi().dataset_info(dataset_id, revision=revision, timeout=CARD_TIMEOUT_S)
@@ -254,7 +255,7 @@ def _raise_the_hubs_reason(dataset_id: str, revision: str | None) -> None:
 
 
 def _asked(what: str, dataset_id: str, ask: Callable[[], T]) -> T:
-    """Ask until there is an answer, the error is permanent, or ASK_ATTEMPTS have failed."""
+    """Ask until there is an answer, a permanent error, or ASK_ATTEMPTS failures."""
     backoff = Backoff(what, retries.ASK_ATTEMPTS)
     while True:
         try:

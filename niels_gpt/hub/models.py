@@ -1,8 +1,8 @@
 """Files of a model on the Hugging Face hub, by its id: each of them, or a clear error.
 
-If the hub fails to give a file after the attempts of its client, transformers treats it as absent: it would open a
+If a download fails after the attempts of the hub's client, transformers treats the file as absent: it would open a
 tokenizer without its special tokens, or other weights of the same commit. So the files that matter are downloaded here
-first, one by one. A file of a commit that was downloaded, or found to be absent, is not asked for again.
+first, one by one. A file of a commit is asked for once, whether the hub has it or not.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _DOWNLOADS = 8  # downloads at once
 
 
 class OfflineError(HubError):
-    """HF_HUB_OFFLINE is set, and the file was not downloaded before."""
+    """HF_HUB_OFFLINE is set, and the file has not been downloaded yet."""
 
 
 def is_local(name: str) -> bool:
-    """Return whether a model's name stands for a folder, which need not exist, and not for an id of the hub.
+    """Return whether a model's name is a path, which need not exist, and not an id of the hub.
 
-    So does a name whose first part is a folder here: models/qwen with a slip, beside a folder models.
+    A name whose first part is a folder here counts as a path: it may be a misspelled folder below it.
     """
     first, slash, _ = name.partition("/")
     is_path = name.startswith((".", "~", "/")) or name.count("/") > 1 or name.endswith("/")
@@ -52,9 +52,10 @@ def is_local(name: str) -> bool:
 
 
 def refuse_large(folder: Path) -> None:
-    """Raise ValueError if a model's config, tokenizer or template is no regular file, or too large to be one.
+    """Check that a model's config, tokenizer and templates are regular files of a usual size.
 
     These files are parsed as a whole. They may be links, as in a snapshot of the hub.
+    Raises: HubRefusal E603 for the first other one.
     """
     for name, most in _MOST_BYTES.items():
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -68,11 +69,11 @@ def refuse_large(folder: Path) -> None:
 
 
 def hub_file(name: str, filename: str, revision: str | None) -> Path | None:
-    """Return the path of a model's file, .../snapshots/COMMIT/filename, downloading it if needed; None if it is absent.
+    """Return the path of a model's file, .../snapshots/COMMIT/filename; download it if needed. None if it is absent.
 
     revision: branch, tag or commit; None: main.
-    Raises: ValueError if the hub does not have the id or revision, or this user may not read it; ConnectionError if the
-        hub does not answer; OfflineError if HF_HUB_OFFLINE forbids asking.
+    Raises: HubRefusal E602 if the hub does not have the id or revision, or this user may not read it; ConnectionError
+        if the hub does not answer; OfflineError E601 if HF_HUB_OFFLINE forbids asking.
     """
     import huggingface_hub
     from huggingface_hub import constants, errors
@@ -104,7 +105,8 @@ def hub_file(name: str, filename: str, revision: str | None) -> Path | None:
 def hub_weights(name: str, commit: str) -> Path:
     """Download the config and the weights of a model, several files at once, and return their folder.
 
-    Raises: as `hub_file`; ValueError if there are no weights, or their index names files that are absent.
+    Raises: HubRefusal E603 if there are no weights, or their index names absent files; HubRefusal E602, ConnectionError
+        and OfflineError E601 if the hub refuses or does not answer.
     """
     config = hub_file(name, CONFIG, commit)
     given = json.loads(config.read_bytes()).get("transformers_weights") if config else None
@@ -122,9 +124,9 @@ def hub_tokenizer(name: str, revision: str | None) -> tuple[str | None, bool]:
     """Download the files of a model's tokenizer and its chat templates.
 
     revision: branch, tag or commit; None: main.
-    Returns: their commit, None if there is no such file; and whether these are all files that transformers needs.
-        Without a tokenizer.json it has to ask the hub for others.
-    Raises: as `hub_file`.
+    Returns: their commit, None if there is no such file; and whether transformers needs no other file. Without a
+        tokenizer.json it asks the hub for more.
+    Raises: HubRefusal E602, ConnectionError and OfflineError E601 if the hub refuses or does not answer.
     """
     commit: str | None = None
     for filename in (CONFIG, *_TOKENIZER, _TEMPLATES[0]):
@@ -145,9 +147,10 @@ def hub_tokenizer(name: str, revision: str | None) -> tuple[str | None, bool]:
 def hub_tokenizer_file(name: str, revision: str | None, *, one_of: Sequence[str], beside: Sequence[str]) -> Path:
     """Download the files of a tokenizer, and no others; return .../snapshots/COMMIT/FILE, the one that decides its ids.
 
-    one_of: the names it may have, the preferred one first. beside: files that are downloaded with the preferred one, if
-    they exist: all of them, or none is used.
-    Raises: as `hub_file`; ValueError for a repository without such a file.
+    one_of: names of the file, the preferred one first. beside: files to download with the preferred one, where the hub
+        has them.
+    Raises: TokenizerError E403 if the repository has none of these; HubRefusal E602, ConnectionError and OfflineError
+        E601 if the hub refuses or does not answer.
     """
     found = next((path for filename in one_of if (path := _optional(name, filename, revision)) is not None), None)
     if found is None:
@@ -162,7 +165,7 @@ def hub_tokenizer_file(name: str, revision: str | None, *, one_of: Sequence[str]
 
 
 def _optional(name: str, filename: str, revision: str | None) -> Path | None:
-    """Return as `hub_file`, but None instead of OfflineError."""
+    """Return the path of a model's file as `hub_file`; None instead of OfflineError."""
     try:
         return hub_file(name, filename, revision)
     except OfflineError:
@@ -170,7 +173,7 @@ def _optional(name: str, filename: str, revision: str | None) -> Path | None:
 
 
 def shards_of(index: Path, name: str) -> list[str]:
-    """Return the files that an index of the weights of model `name` names. Raises: HubRefusal for files elsewhere."""
+    """Return the file names in an index of weights, sorted. Raises: HubRefusal E603 if it is damaged."""
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
         if not names or not all(isinstance(one, str) and os.path.basename(one) == one for one in names):

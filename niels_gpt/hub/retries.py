@@ -1,7 +1,7 @@
-"""Failures of the hub and of the network: which are retried, how often and how long, and what helps against the others.
+"""Failures of the hub and of the network: which are retried, how often and how long, and the remedies for the others.
 
-A question is asked ASK_ATTEMPTS times, a stream survives STREAM_ATTEMPTS failures in a row; the waits between double up
-to LONGEST_WAIT_S, or are as long as the hub asks.
+A question is asked ASK_ATTEMPTS times; a stream survives STREAM_ATTEMPTS failures in a row. The waits between double up
+to LONGEST_WAIT_S, or last as long as the hub asks.
 """
 
 from __future__ import annotations
@@ -23,33 +23,31 @@ from niels_gpt.storage.waits import Waits, asked_seconds, causes, is_passing
 logger = logging.getLogger(__name__)
 
 ASK_ATTEMPTS = 4
-"""Attempts at a question before the first answer; without a network the error comes after 7 s of waiting."""
+"""Attempts at a question. Without a network the error comes after 7 s of waiting."""
 STREAM_ATTEMPTS = 9
 """Failures in a row, without a byte or a row in between, after which a stream gives up: 183 s of waiting."""
 FIRST_WAIT_S = 1.0
 """Seconds before the second attempt; each later wait is twice as long."""
 LONGEST_WAIT_S = 60.0
-"""Seconds; the longest wait that we choose."""
+"""Longest wait that we choose."""
 LONGEST_RETRY_AFTER_S = 600.0
-"""Seconds; the longest wait that the hub may ask for (its own window is 300 s). More is an error."""
+"""Longest wait that the hub may ask for (its own window is 300 s). More is an error."""
 COMMIT_SHA = re.compile(r"[0-9a-f]{40}")
 
 
 class GaveUp(HubError):
-    """The last attempt failed. Callers do not retry it."""
+    """The last attempt failed. Callers must not retry it."""
 
 
 class BrokenAnswer(HubError, code="E603"):
-    """The hub, or a proxy in between, answered with something other than what was asked for."""
+    """The hub, or a proxy in between, answered with something else than asked."""
 
 
 class Backoff:
-    """Counts failures since the last progress, waits twice as long after each, and gives up after `attempts`.
-
-    what: what is asked for, in the log and the errors.
-    """
+    """Counts failures since the last progress, waits twice as long after each, and gives up after `attempts`."""
 
     def __init__(self, what: str, attempts: int) -> None:
+        """what: names the thing asked for in the log and in errors."""
         self.what = what
         self.attempts = attempts
         self.failures = 0
@@ -61,7 +59,7 @@ class Backoff:
     def wait(self, error: BaseException) -> None:
         """Log a failure and wait.
 
-        Raises: GaveUp after the last attempt, or if the hub asks for a wait of more than LONGEST_RETRY_AFTER_S.
+        Raises: GaveUp E601 after the last attempt, or if the hub asks to wait longer than LONGEST_RETRY_AFTER_S.
         """
         self.failures += 1
         reason = reason_of(error)
@@ -92,7 +90,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def retry_after(error: BaseException) -> float | None:
-    """Return the seconds that the hub asked to wait, below 0 for a date that has passed; None if it did not ask.
+    """Return the seconds that the hub asks to wait, below 0 for a date in the past; None if it does not ask.
 
     With a 429 the hub sends RateLimit (draft-ietf-httpapi-ratelimit-headers-09). Proxies send Retry-After: seconds or a
     date (RFC 9110 10.2.3).
@@ -105,16 +103,14 @@ def retry_after(error: BaseException) -> float | None:
 
 
 def _response_of(error: BaseException) -> Any:
-    """Return the hub's answer that an error or one of its causes is about; None if there was none."""
+    """Return the HTTP response of an error or of its first cause that has one; None if there was none."""
     responses = (getattr(one, "response", None) for one in causes(error))
     return next((response for response in responses if response is not None), None)
 
 
 def _rate_limit(response: Any) -> float | None:
-    try:
-        from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
-    except ImportError:  # an older huggingface_hub
-        return None
+    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
+
     limit = parse_ratelimit_headers(response.headers)
     # One second more, as the library waits: the hub rounds down.
     return float(limit.reset_in_seconds) + 1 if limit is not None and limit.remaining == 0 else None
@@ -123,7 +119,7 @@ def _rate_limit(response: Any) -> float | None:
 def recognized(error: Exception) -> Exception:
     """Return an error, or a BrokenAnswer in its place if the hub's client failed to parse an answer.
 
-    JSON that is cut off or has other fields raises JSONDecodeError, KeyError or TypeError inside the client, which name
+    For JSON that is cut off or has other fields the client raises JSONDecodeError, KeyError or TypeError. These name
     neither the network nor the hub.
     """
     if not isinstance(error, json.JSONDecodeError | LookupError | TypeError | AttributeError):
@@ -146,9 +142,9 @@ def recognized(error: Exception) -> Exception:
 def may_pass(error: BaseException) -> bool:
     """Return whether a later attempt may succeed: the first known error in the chain of causes decides.
 
-    A FileNotFoundError without such a cause may pass too. The files are listed in the commit and cannot have gone, but
-    fsspec's `isfile` takes any network error for a missing file (datasets/utils/file_utils.py FilesIterable), and so
-    does `datasets` with its cache (datasets/load.py dataset_module_factory).
+    A FileNotFoundError without such a cause may pass too. The commit lists the files, so they still exist; but fsspec's
+    `isfile` takes any network error for a missing file (datasets/utils/file_utils.py FilesIterable), and so does
+    `datasets` with its cache (datasets/load.py dataset_module_factory).
     """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -170,9 +166,9 @@ def may_pass(error: BaseException) -> bool:
 
 
 def is_network(error: BaseException) -> bool:
-    """Return whether the download of a model's file failed because of the network, and may succeed later.
+    """Return whether the network made the download of a model's file fail, so that it may succeed later.
 
-    An HTTP status in the chain of causes decides, else any network error in it.
+    An HTTP status in the chain of causes decides; without one any network error in it.
     """
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -184,16 +180,16 @@ def is_network(error: BaseException) -> bool:
 
 
 def _client_error() -> type[Exception]:
-    """Return the base of the errors of the hub's HTTP client, which was requests, then httpx, then httpx2."""
+    """Return the base class of errors of the hub's HTTP client. It was requests, then httpx, now httpx2."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return cast(type[Exception], HfHubHTTPError.__bases__[0])
 
 
 def remedy_of(error: BaseException, page: str, not_found: tuple[type[Exception], ...] = ()) -> str | None:
-    """Return what a user can do about what the hub refuses; None for any other error.
+    """Return the remedy for a refusal by the hub; None for any other error.
 
-    page: of the dataset or model on the hub. not_found: errors that also say that it does not exist.
+    page: address of the dataset or model. not_found: further errors for one that does not exist.
     """
     from huggingface_hub import errors
 
@@ -221,19 +217,17 @@ def read_timeout() -> Iterator[None]:
     """Wait at most HF_HUB_DOWNLOAD_TIMEOUT for a byte, also where the library sets no timeout.
 
     huggingface_hub/utils/_pagination.py lists a dataset's files with timeout=None: if the hub stops sending there, the
-    process hangs. The client belongs to the whole process, so its hook acts only inside this context; not by thread,
-    because the library lists in its own threads.
+    process hangs. The client belongs to the whole process, so its hook acts inside this context only. It acts in every
+    thread, because the library lists in threads of its own.
     """
     global _asking
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
     session = get_session()
-    if hasattr(session, "event_hooks"):  # huggingface_hub since 1.0
-        with _asking_lock:
-            hooks = session.event_hooks
-            if _set_timeout not in hooks["request"]:
-                session.event_hooks = {**hooks, "request": [*hooks["request"], _set_timeout]}
     with _asking_lock:
+        hooks = session.event_hooks
+        if _set_timeout not in hooks["request"]:
+            session.event_hooks = {**hooks, "request": [*hooks["request"], _set_timeout]}
         _asking += 1
     try:
         yield

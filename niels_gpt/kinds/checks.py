@@ -1,8 +1,7 @@
-"""Checks that several kinds share: of files, of the tokenizer, of the readers; and when a warning is due.
+"""Checks that several kinds share: of files, the tokenizer and the readers; and rules for warnings.
 
-Decides when a build is warned about dropped documents (`dropped_share`), about documents in another encoding
-(`repaired_share`), about a source that ended before the token budget (`budget_reached`) and about signs that it is not
-what it is taken for (`signals`).
+Decides when a build warns about dropped documents (`dropped_share`), documents in another encoding (`repaired_share`),
+a source that ended before the token budget (`budget_reached`), and text that seems to be of another sort (`signals`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import path_inside, resolved, sha256_regular
 from niels_gpt.storage.remedies import build_again, make_again
 from niels_gpt.tokenizers.files import FILE_OF, MODEL_NAME
-from niels_gpt.tokenizers.vocabulary import integer, most_ids
+from niels_gpt.tokenizers.protocol import integer, most_ids
 
 _UNREAD = ("too_large", "unreadable_row")  # counters of every loader
 _UNREAD_USER_DEFINED = (  # of user files
@@ -35,20 +34,20 @@ _UNREAD_USER_DEFINED = (  # of user files
 )
 _MAX_REPAIRED_SHARE = 0.01  # of the documents or examples read: more point to files of another encoding
 _NOT_LOST = frozenset({"split_full", "groups_without_sample"})
-"""Dropped because the split had all that was asked for; counted by its samples already."""
+"""Reasons to drop a document from a split that has all it should hold; its samples are counted already."""
 
 Meta = dict[str, Any]
 Problem = tuple[str, str]
-"""A key of meta.json, and what was found there and expected."""
+"""A key of meta.json, and the problem: found and expected."""
 
 
 # --- files, vocabulary, tokenizer -------------------------------------------------------------------------------------
 
 
 def vocabulary_sums(meta: Meta, *, may_lack_sentinels: bool = True) -> Iterator[Problem]:
-    """Yield a vocab_size that is none, and sentinels that are no ids of it.
+    """Yield a malformed vocab_size, and sentinels that are not ids below it.
 
-    may_lack_sentinels: whether the tokenizer may have none of them.
+    may_lack_sentinels: the tokenizer may have none.
     """
     size, ids = meta.get("vocab_size"), meta.get("special_token_ids")
     most = most_ids(meta, META_NAME)
@@ -63,7 +62,7 @@ def vocabulary_sums(meta: Meta, *, may_lack_sentinels: bool = True) -> Iterator[
 
 
 def partition_sums(meta: Meta) -> Iterator[Problem]:
-    """Yield the counts of partitions that do not add up to the totals, of a cache that was built in some."""
+    """Yield counts of partitions that do not add up to the totals."""
     if "partitions" not in meta:
         return
     total, of_each = meta["partitions"]["total"], meta["partitions"]["of_each"]
@@ -127,7 +126,7 @@ def _tokenizer_matches(
 
 
 def budget_problems(meta: Meta, limits: Limits, figures: Figures) -> Iterator[str]:
-    """Yield the splits with fewer tokens than their budget, but for the bundled sample, and those the source lacks."""
+    """Yield splits below their token budget, except in the bundled sample, and splits that the source lacks."""
     totals = meta["totals"]
     if meta["built"] is False and "budget_reached" not in meta:
         figures.say("A stub: nothing was asked for.")
@@ -163,12 +162,12 @@ def _say_budgets(meta: Meta, figures: Figures) -> None:
 
 
 def dropped_problems(meta: Meta, limits: Limits, figures: Figures, unit: str) -> Iterator[str]:
-    """Compare the dropped documents, as a share of those that reached the builder, with the limit.
+    """Compare the share of dropped documents, among all that reached the builder, with the limit.
 
-    Of what the loader left out (source.counters), rows that could not be read or were too large count too. The other
-    counters do not tell losses from the rest: `blank` is a separator line of wikitext but a message of oasst1, whose
-    other counters count messages too, not examples; `not_english` was asked for; `repaired_utf8` is a repair. A
-    user-defined source, and any source of text, has none of those: there rows without a text or a chat count too.
+    Counts also rows that the loader could not read or found too large (source.counters). Other counters do not tell
+    losses from the rest: `blank` is a separator line of wikitext but a message of oasst1, whose other counters count
+    messages too, not examples; `not_english` was asked for; `repaired_utf8` is a repair. User-defined sources, and all
+    sources of text, have none of these: for them rows without a text or a chat count too.
     """
     if meta["built"] is False:
         figures.say("A stub: nothing was read.")
@@ -199,7 +198,7 @@ def dropped_problems(meta: Meta, limits: Limits, figures: Figures, unit: str) ->
 
 
 def repaired_problems(meta: Meta, limits: Limits, figures: Figures, unit: str) -> Iterator[str]:
-    """Yield the counts of kept documents with repaired or odd text, where they are a large share of those read."""
+    """Yield counts of kept documents with repaired or odd text that are a large share of the documents read."""
     if meta["built"] is False:
         figures.say("A stub: nothing was read.")
         return
@@ -228,7 +227,7 @@ _ODD_TEXTS = {
 
 
 def signal_problems(meta: Meta, limits: Limits, figures: Figures) -> Iterator[str]:
-    """Yield the signals of the table that are above their share."""
+    """Yield signals that are above their share."""
     found = found_in(meta)
     shown = ", ".join(f"{each.signal.counter.rstrip(':')} {each.number:,}" for each in found) or "none"
     figures.say(f"Signs that the source is not what it is taken for: {shown}.", signals=shown)
@@ -239,7 +238,7 @@ def signal_problems(meta: Meta, limits: Limits, figures: Figures) -> Iterator[st
 
 
 def _warning(problems: Callable[..., Iterator[str]], **how: Any) -> Rule:
-    """Return the rule of a warning, which names meta.json and has no remedy but its own words."""
+    """Return the rule of a warning: a problem of meta.json without a remedy of its own."""
 
     def rule(files: FileChecks, limits: Limits, figures: Figures) -> Iterator[Finding]:
         for problem in problems(files.meta, limits, figures, **how):
@@ -256,7 +255,7 @@ FILES = Check(
     rule=_files_match_meta,
 )
 SMALL_FILES = replace(FILES, rule=partial(_files_match_meta, is_small=True))
-"""The same for a kind whose files are read at every look."""
+"""FILES for a kind whose files are read at every look."""
 TOKENIZER_MATCHES = Check(
     "tokenizer_matches",
     "The tokenizer beside the cache, its meta.json and its spm.model or tokenizer.json, is the one that made the "
@@ -264,7 +263,7 @@ TOKENIZER_MATCHES = Check(
     rule=_tokenizer_matches,
 )
 TOKENIZER_MAY_MATCH = replace(TOKENIZER_MATCHES, rule=partial(_tokenizer_matches, may_be_unknown=True))
-"""The same for recorded ids, whose tokenizer may be unknown."""
+"""TOKENIZER_MATCHES for recorded ids, whose tokenizer may be unknown."""
 BUDGET_REACHED = Check(
     "budget_reached",
     "Both splits hold as many tokens as were asked for, and the source lacks no split.",
@@ -274,7 +273,7 @@ BUDGET_REACHED = Check(
 
 
 def warnings_of(unit: str) -> tuple[Check, ...]:
-    """Return the warnings about a source. unit: what was read, as in the key documents_read of meta.json."""
+    """Return the warnings about a source. unit: the items read, as in the key documents_read of meta.json."""
     return (
         Check(
             "dropped_share",

@@ -1,6 +1,6 @@
-"""What differs between two caches: keys of their meta.json, and documents that are in one cache only or moved splits.
+"""Compare two caches: keys of meta.json, and documents that are in one cache only or in another split.
 
-Decides when two documents are equal: by a hash of their tokens; where the tokenizers differ, of their source ids. An
+Two documents are equal if a hash of their tokens is equal; if the tokenizers differ, a hash of their source ids. An
 example of an sft cache is a document. Files are read as streams; matching takes less than 100 bytes per document.
 """
 
@@ -25,7 +25,7 @@ from niels_gpt.kinds.rows import FILE_KEYS
 from niels_gpt.storage.fileio import id_of_line
 
 PARTS = ("only_a", "only_b", "moved")
-"""The differences between documents that `diff` counts."""
+"""Differences between documents that `diff` counts."""
 _NO_SETTINGS = FILE_KEYS | {"content_sha256", "meta_crc32", "first_noticed"}
 _DIGEST_BYTES = 16
 _MAX_DEPTH = 20  # of keys that are compared one by one; a deeper value is one value
@@ -51,15 +51,15 @@ class _Side:
 
 
 def diff(left: Path, right: Path, *, tokenizers: Sequence[Decoder | None], limit: int) -> Differences:
-    """Return what differs between the caches A (`left`) and B (`right`), ready for JSON.
+    """Return the differences between caches A (`left`) and B (`right`), ready for JSON.
 
-    settings: dotted key -> {"a": value, "b": value}, without the side that lacks it; the lists of files are left out.
-    compared: "tokens", "source ids" or null, and why not tokens; documents: their numbers.
-    content_sha256: of each side, where they differ: documents in another order, of other source ids or of other
-        loss bits show here only.
+    settings: dotted key -> {"a": value, "b": value}, without a side that lacks the key; without the lists of files.
+    compared: "tokens", "source ids" or null, and why not tokens. documents: their numbers.
+    content_sha256: of both sides, if different. Another order of documents, other source ids or other loss bits show
+        only here.
     only_a, only_b, moved (to the other split): count, and the first `limit` documents.
-    tokenizers: of A and B, for the first words of a document; None, or one of other ids: no words.
-    Raises: FileNotFoundError, CacheError; ValueError for a limit below 0.
+    tokenizers: of A and B, for the first words of a document; None, or a tokenizer of other ids: no words.
+    Raises: FileNotFoundError; CacheError for a damaged cache; ValueError for a limit below 0.
     """
     if limit < 0:
         raise ValueError(f"limit={limit}: expected 0 or more")
@@ -74,9 +74,9 @@ def diff(left: Path, right: Path, *, tokenizers: Sequence[Decoder | None], limit
 
 
 def num_moved_to_val(before: Path, after: Path) -> int:
-    """Return how many documents of train of one cache are in val of another; 0 where they cannot be compared.
+    """Return how many documents of train in cache `before` are in val of `after`; 0 if they cannot be compared.
 
-    Documents are equal as in `diff`. Raises: FileNotFoundError, CacheError.
+    Compares documents like `diff`. Raises: FileNotFoundError; CacheError for a damaged cache.
     """
     a, b = _side(before, None), _side(after, None)
     compared, _ = _comparable(a, b)
@@ -87,7 +87,7 @@ def num_moved_to_val(before: Path, after: Path) -> int:
 
 
 def is_equal(differences: Differences) -> bool:
-    """Whether `diff` found no difference."""
+    """Return whether `diff` found no difference."""
     counts = [differences[part]["count"] for part in PARTS if part in differences]
     return not differences["settings"] and not any(counts) and "content_sha256" not in differences
 
@@ -117,7 +117,7 @@ def _settings(a: _Side, b: _Side) -> dict[str, dict[str, Any]]:
 
 
 def _own_settings(meta: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the lists of files and of partitions, and top-level keys that repeat `totals`."""
+    """Leave out the lists of files and partitions, and top-level keys that repeat `totals`."""
     totals = meta.get("totals", {})
     if isinstance(partitions := meta.get("partitions"), dict):  # what each has follows from the documents
         meta = {**meta, "partitions": {key: value for key, value in partitions.items() if key != "of_each"}}
@@ -142,7 +142,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _comparable(a: _Side, b: _Side) -> tuple[str | None, str | None]:
-    """Return by what documents are compared, and why not by tokens."""
+    """Return how documents are compared, and why not by tokens."""
     if not a.splits or not b.splits or a.names != b.names or a.cache.kind.unit != b.cache.kind.unit:
         return None, "not both are caches of documents"
     keys = ("tokenizer_sha256", "vocab_size", "special_token_ids")
@@ -174,7 +174,7 @@ def _compared_documents(a: _Side, b: _Side, by_tokens: bool, limit: int) -> Diff
 
 
 def _digests(sides: Sequence[_Side], by_tokens: bool) -> NDArray[np.uint64]:
-    """Return a hash of each document of A's train and val and of B's: uint64 [documents, 2]."""
+    """Return a hash of each document, uint64 [documents, 2]: A's train and val, then B's."""
     digests = np.empty((sum(sum(side.splits.values()) for side in sides), _DIGEST_BYTES // 8), dtype=np.uint64)
     raw, start = digests.view(np.uint8).reshape(-1).data, 0
     for side in sides:
@@ -190,7 +190,7 @@ def _digests(sides: Sequence[_Side], by_tokens: bool) -> NDArray[np.uint64]:
 
 
 def _id_numbers(sides: Sequence[_Side]) -> NDArray[np.uint64]:
-    """Return a hash of the source id of each document of A's train and val and of B's: uint64 [documents]."""
+    """Return a hash of the source id of each document, uint64 [documents]: A's train and val, then B's."""
     parts = []
     for side in sides:
         with side.cache.errors():
@@ -229,28 +229,28 @@ def _source_id(side: _Side, split: str, number: int) -> str | None:
 # --- which documents both caches have ---------------------------------------------------------------------------------
 
 Numbers = NDArray[np.int64]
-"""Documents of a split by their numbers, ascending; or the group of each document: equal ones are in one group."""
+"""Document numbers of a split, ascending; or the group number of each document: equal documents share a group."""
 Pairs = tuple[Numbers, Numbers]
-"""Documents of A, ascending, and the document of B that each is matched with."""
+"""Documents of A, ascending, and the matching documents of B."""
 
 
 class Match(NamedTuple):
-    """The documents that differ, of train and of val. Of equal ones the k-th of A is matched with the k-th of B."""
+    """Documents of train and val that differ. The k-th of several equal documents of A matches the k-th of B."""
 
     only_a: list[Numbers]
     only_b: list[Numbers]
     moved: list[Pairs]
-    """Of A's train and val: the documents that are in B's other split, and their numbers there."""
+    """For A's train and val: documents in B's other split, and their numbers there."""
 
 
 def match(digests: NDArray[np.uint64], sizes: Sequence[int], ids: NDArray[np.uint64] | None = None) -> Match:
-    """Compare the documents of two caches.
+    """Match the documents of two caches.
 
-    digests: a hash of each document, uint64 [documents, 2]: of A's train and val, then of B's.
-    sizes: how many documents each of the four has. A document that occurs several times needs as many in B; those of
-        its own split come first.
-    ids: a hash of each document's source id, uint64 [documents], in the same order. Of equal documents, those with the
-        same source id are matched first.
+    digests: a hash of each document, uint64 [documents, 2]: A's train and val, then B's.
+    sizes: number of documents in each of these four splits. A document that occurs n times needs n documents in B; it
+        is matched within its own split first.
+    ids: a hash of each document's source id, uint64 [documents], in the same order. Equal documents with the same
+        source id are matched first.
     """
     if ids is None:
         return _match_groups(_groups(digests), sizes)
@@ -284,7 +284,7 @@ def _match_groups(groups: Numbers, sizes: Sequence[int]) -> Match:
 
 
 def _groups(digests: NDArray[np.uint64]) -> Numbers:
-    """Return the group of each document: equal digests have equal numbers."""
+    """Return the group number of each document: equal digests have equal numbers."""
     order = np.lexsort((digests[:, 1], digests[:, 0]))
     is_new = np.zeros(len(digests), dtype=np.bool_)
     for half in (0, 1):
@@ -296,10 +296,11 @@ def _groups(digests: NDArray[np.uint64]) -> Numbers:
 
 
 def _unmatched(groups: Numbers, stay: Numbers, cross: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the documents that are not in the other cache, and those in its other split.
+    """Return the documents that the other cache lacks, and the documents in its other split.
 
-    stay, cross: how many of each group are in the other cache's same and other split. The first of the equal ones stay,
-    the next cross. Both results are sorted by group, then by number, so that the two sides correspond.
+    stay, cross: how many of each group are in the same split and in the other split of the other cache. The first of
+        several equal documents stay, the next cross. Both results are sorted by group, then by number, so that the two
+        sides correspond.
     """
     order = np.argsort(groups, kind="stable")
     of = groups[order]
@@ -315,6 +316,6 @@ def _by_left(left: Numbers, right: Numbers) -> Pairs:
 
 
 def _first(numbers: Sequence[Numbers], limit: int) -> Iterator[tuple[int, int]]:
-    """Yield the first `limit` of the documents of train and then val, as split (0, 1) and index in its numbers."""
+    """Yield the first `limit` documents of train and then val, as split (0, 1) and index."""
     places = ((split, index) for split, found in enumerate(numbers) for index in range(len(found)))
     yield from (place for place, _ in zip(places, range(limit), strict=False))

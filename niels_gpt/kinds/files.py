@@ -1,7 +1,7 @@
-"""Checks of a cache's files: presence, size, sha256, and which 64 KiB blocks differ from their stored CRC-32.
+"""Check the files of a cache: presence, size, sha256, and 64 KiB blocks that differ from their stored CRC-32.
 
-Decides how files are read: each once, in pieces of 4 MiB, hashed and scanned in one pass. A file whose bytes are wrong
-is reported as that, and no other file is judged by it.
+Each file is read once, in pieces of 4 MiB, hashed and scanned in one pass. A file with wrong bytes is one damage, and
+no other file is judged by it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from niels_gpt.cache.checksums import CRC_DTYPE, stored_checksums
 from niels_gpt.cache.formats import BLOCK_BYTES, npy_header
 from niels_gpt.engine.journal import BlockHashes
-from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, walked
 from niels_gpt.storage.meta_json import file_records, open_regular, path_inside
+from niels_gpt.work import Progress
 
 HEADER_BYTES = len(npy_header(0))
 _READ_BYTES = 1 << 22
@@ -36,30 +36,30 @@ Record = dict[str, Any]
 
 
 class Damage(NamedTuple):
-    """Bytes of a file that are wrong."""
+    """Wrong bytes of a file."""
 
     file: str
-    """The file's name in the cache's folder."""
+    """Name in the cache's folder."""
     offset: int
-    """The first byte."""
+    """First wrong byte."""
     end: int
-    """The byte after the last one."""
+    """Byte after the last wrong one."""
     problem: str
-    """What was found there and what was expected."""
+    """Found and expected."""
 
 
 class Scan(Protocol):
-    """Looks for damage in the bytes of one file, which it receives piece by piece."""
+    """Look for damage in one file, piece by piece."""
 
     def feed(self, content: memoryview, /) -> None:
         """Take the next bytes: a multiple of 8, except for the last piece."""
 
     def damages(self) -> Iterator[Damage]:
-        """Yield what was found; called after the last byte."""
+        """Yield the damage; called after the last byte."""
 
 
 class FileChecks:
-    """The files that the meta.json of one version names."""
+    """Files that the meta.json of one version names."""
 
     def __init__(
         self,
@@ -68,25 +68,22 @@ class FileChecks:
         content_sha256: Callable[[Sequence[Record]], str],
         progress: Progress | None = None,
     ) -> None:
-        """folder: of the version, resolved. content_sha256: the rule of its kind.
-
-        progress: called with files, bytes read, and bytes to read in all.
-        """
+        """folder: of the version, resolved. content_sha256: computes it by the rule of the kind.
+        progress: called with files, bytes read, and bytes to read in all."""
         self.folder, self.meta, self._content_sha256 = folder, meta, content_sha256
         self._progress = progress
         self.readable: dict[str, Record] = {}
-        """Records of the files that are there and have their sizes, by name; filled by `size_damages`."""
+        """Records of files that exist with their size, by name; filled by `size_damages`."""
         self.sound: set[str] = set()
-        """Names of the files whose sha256 is right; filled by `read`."""
+        """Names of files whose sha256 is right; filled by `read`."""
         self.linked: dict[str, int] = {}
-        """Files with other names (hard links) that were written after meta.json: their number of names; filled by
-        `size_damage`."""
+        """Files with further names (hard links), written after meta.json: number of names; filled by `size_damage`."""
         self._files_read = self._bytes_read = self._total_bytes = 0
         self._wrong_sums: list[tuple[int, int]] = []
 
     @functools.cached_property
     def records(self) -> list[Record]:
-        """The records of all files. Raises: CacheError, as `file_records`."""
+        """Return the records of all files. Raises: CacheError E202 for a malformed one."""
         return file_records(self.meta, str(self.folder / META_NAME))
 
     @functools.cached_property
@@ -95,7 +92,7 @@ class FileChecks:
 
     @functools.cached_property
     def _stored(self) -> dict[str, tuple[int, NDArray[np.uint32]]]:
-        """Of each file with block checksums: the number of its first one among all, and the stored ones."""
+        """Stored block checksums by file name, and the number of the first one among all."""
         found, first = {}, 0
         for name, crcs in stored_checksums(self.folder, self.meta).items():
             found[name] = first, crcs
@@ -103,14 +100,14 @@ class FileChecks:
         return found
 
     def content_problem(self) -> str | None:
-        """Compare content_sha256 with the records of the files; None where it is right."""
+        """Compare content_sha256 with the records of the files. Returns the problem, or None."""
         recorded, actual = self.meta["content_sha256"], self._content_sha256(self.records)
         if actual == recorded:
             return None
         return f"content_sha256 is {str(recorded)[:12]}, but the files it names give {actual[:12]}"
 
     def size_damages(self) -> Iterator[Damage]:
-        """Yield the files that are missing, are no regular files, or have another size."""
+        """Yield files that are missing, no regular files, or of another size."""
         for record in self.records:
             damage = self.size_damage(record)
             if damage is not None:
@@ -139,14 +136,15 @@ class FileChecks:
         return None
 
     def _why_linked(self, name: str) -> str:
-        """Say how a damaged file was written to, "" where nothing tells: rebuilding gives the cache its own file."""
+        """Say how a damaged file was written through another name; "" if nothing tells. A rebuild gives the cache its
+        own file."""
         if (count := self.linked.get(name)) is None:
             return ""
         remedy = "rebuild the cache, or remove this name and copy a good file there"
         return f". The file has {count} names (hard links, as an export has), and was written through one: {remedy}"
 
     def unnamed_damages(self) -> Iterator[Damage]:
-        """Yield files and links that meta.json does not name. Links are not followed."""
+        """Yield files and links that meta.json does not name. Follows no link."""
         known = {META_NAME, *(record["name"] for record in self.records)}
         for _, names, about in walked(self.folder):
             name = "/".join(names)
@@ -161,14 +159,14 @@ class FileChecks:
             yield from self.read(record)  # the checksums last: `sound` tells which of their entries can be judged
 
     def linked_damages(self) -> Iterator[Damage]:
-        """Compare the sha256 of the readable files that may have been written through another name; usually none."""
+        """Compare the sha256 of readable files that may have been written through another name."""
         records = [record for name, record in self.readable.items() if name in self.linked]
         self._total_bytes = sum(record["bytes"] for record in records)
         for record in records:
             yield from self.read(record)
 
     def pieces(self, record: Record) -> Iterator[memoryview]:
-        """Yield the bytes of a file. Each piece is overwritten by the next one."""
+        """Yield the bytes of a file. Each piece overwrites the one before."""
         with open(open_regular(path_inside(self.folder, record["name"])), "rb", buffering=0) as file:
             while count := file.readinto(self._buffer):
                 yield self._buffer[:count]
@@ -176,7 +174,7 @@ class FileChecks:
     def read(self, record: Record, scans: Sequence[Scan] = ()) -> list[Damage]:
         """Compare the sha256 of a readable file, and feed its bytes to the scans.
 
-        A file that cannot be read to its end is no longer in `readable`.
+        Removes a file that cannot be read to its end from `readable`.
         """
         self._files_read += 1
         self._total_bytes = self._total_bytes or sum(other["bytes"] for other in self.readable.values())
@@ -195,7 +193,7 @@ class FileChecks:
         return self._judged(record, hashes)
 
     def _judged(self, record: Record, hashes: BlockHashes) -> list[Damage]:
-        """Compare what was read of a file with its record, and its blocks with their checksums."""
+        """Compare the hashes of a file with its record, and of its blocks with their checksums."""
         name, recorded, sha256 = record["name"], record["sha256"], hashes.sha256
         first, stored = self._stored.get(name, (0, _NO_SUMS))
         crcs = np.frombuffer(hashes.checksums(), dtype=CRC_DTYPE)
@@ -216,7 +214,7 @@ class FileChecks:
         return [first_damage._replace(problem=first_damage.problem + self._why_linked(name)), *more]
 
     def _located(self, name: str, problem: str, spans: Sequence[tuple[int, int]]) -> list[Damage]:
-        """Return a damage for each of the first spans of a file, [start, end) in bytes, and one for the others."""
+        """Return a damage for each of the first spans of a file, [start, end) in bytes, and one for all others."""
         found = [Damage(name, *span, f"{problem}; bytes {span[0]} to {span[1]} differ") for span in spans[:_MAX_RANGES]]
         if rest := spans[_MAX_RANGES:]:
             found.append(Damage(name, rest[0][0], rest[-1][1], f"and {len(rest)} places more"))
@@ -224,7 +222,7 @@ class FileChecks:
 
 
 def _spans(numbers: NDArray[np.intp], size: int, end: int | None) -> list[tuple[int, int]]:
-    """Return ascending numbers of blocks as spans of bytes [start, stop), neighbours as one; none goes past `end`."""
+    """Merge ascending block numbers into spans of bytes [start, stop) that do not go past `end`."""
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
     spans = [(int(run[0]) * size, (int(run[-1]) + 1) * size) for run in runs if len(run)]
     return spans if end is None else [(start, min(stop, end)) for start, stop in spans]

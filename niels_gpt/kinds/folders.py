@@ -1,4 +1,4 @@
-"""Which folders are caches: decides which ones a command visits that is given a folder of caches."""
+"""Decide which folders are caches, for commands that take a folder of caches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.kinds.kind import Cache, Kind, kind_named, kinds
 from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.leftovers import versions_below
 from niels_gpt.storage.meta_json import resolved
 from niels_gpt.storage.remedies import BUILD_ALL, instead_of
-from niels_gpt.storage.versions import BUILDING, PARTITIONS, VERSIONS_DIR
+from niels_gpt.storage.versions import BUILDING, PARTITIONS, VERSIONS_DIR, versions_below
 
 _UNFINISHED = (BUILDING, f"{PARTITIONS}-")
 _MAX_DEPTH = 4  # sample/pretrain/NAME, and one more
@@ -31,13 +30,17 @@ _ONLY_IN_CACHES = (
 
 
 def open_cache(path: str | os.PathLike[str]) -> Cache:
-    """Open a cache of any kind. Raises: as `refuse_unless_cache` and `Cache.open`."""
+    """Open a cache of any kind.
+
+    Raises: FileNotFoundError if there is no cache; CacheError E209 for a part of a cache, E202 or E204 for a bad or
+        missing meta.json, E208 for an unknown kind.
+    """
     refuse_unless_cache(Path(path))
     return Cache.open(path)
 
 
 def kind_at(path: Path) -> Kind | None:
-    """Return the kind of a cache by its meta.json, else by its files; None where neither tells."""
+    """Return the kind of a cache by its meta.json, else by its files; None if neither tells."""
     with suppress(CacheError, OSError, RuntimeError):
         folder = resolved(path)
         meta = find_meta(folder)
@@ -48,7 +51,7 @@ def kind_at(path: Path) -> Kind | None:
 
 
 def sealing_kind(path: Path) -> Kind | None:
-    """Return the kind whose units in a folder are to be sealed, or were; None for a folder without any."""
+    """Return the kind that seals units in this folder, or has sealed them; None for a folder without units."""
     if not path.is_dir():
         return None
     kind = next((kind for kind in kinds() if kind.has_unsealed(path)), None)
@@ -58,11 +61,11 @@ def sealing_kind(path: Path) -> Kind | None:
 
 
 def caches_below(path: Path) -> list[Path]:
-    """Return `path` if it is a cache, or every cache below it in order: pretrain/NAME, sft/NAME, tokenizer.
+    """Return `path` if it is a cache, else every cache below it in order: pretrain/NAME, sft/NAME, tokenizer.
 
-    Damaged caches are included: a public link whose version is missing, and a version's folder or a folder with a
-    cache's token files whose meta.json is missing. Links are not followed to look for caches.
-    Raises: FileNotFoundError where there is none; CacheError for the folders of a build in progress.
+    Includes damaged caches: a public link without its version, and folders of versions or token files without
+    meta.json. Follows no link to look for caches.
+    Raises: FileNotFoundError if there is none; CacheError for folders of a build in progress.
     """
     if _is_in_versions(path) and path.name.startswith(_UNFINISHED):
         raise CacheError(
@@ -77,7 +80,7 @@ def caches_below(path: Path) -> list[Path]:
 
 
 def caches_of(paths: Iterable[Path]) -> tuple[list[Path], dict[str, Exception]]:
-    """Return the caches below several paths, each once, and the errors of paths without any."""
+    """Return the caches below several paths, each once, and errors for paths without any."""
     caches: list[Path] = []
     errors: dict[str, Exception] = {}
     for path in paths:
@@ -89,10 +92,10 @@ def caches_of(paths: Iterable[Path]) -> tuple[list[Path], dict[str, Exception]]:
 
 
 def refuse_unless_cache(path: Path) -> None:
-    """Raise an error for a path that is no cache at all, which is a wrong argument and no damage.
+    """Raise an error for a path that is no cache: a wrong argument, not damage.
 
-    A damaged cache passes: its meta.json cannot be read, or is missing beside its tokens, or its version is gone.
-    Raises: FileNotFoundError for no such folder, and one without a cache; CacheError for a part of a cache.
+    Accepts a damaged cache: its meta.json cannot be read, or is missing beside its tokens, or its version is gone.
+    Raises: FileNotFoundError if there is no folder, or no cache in it; CacheError E209 for a part of a cache.
     """
     if _is_cache(path):
         return
@@ -104,7 +107,7 @@ def refuse_unless_cache(path: Path) -> None:
 
 
 def _instead(path: Path, otherwise: str) -> str:
-    """Return what to name in place of a path without a cache: a URL's command or names nearby, if there are any."""
+    """Return a hint for a path without a cache: the command for a URL, or similar names nearby."""
     found = "" if path.exists() else instead_of(path)
     return otherwise if not found or found.endswith(BUILD_ALL) else found
 
@@ -114,7 +117,7 @@ def _has_meta(path: Path) -> bool:
 
 
 def refuse_without_caches(folder: Path) -> None:
-    """Raise FileNotFoundError for a folder that holds neither caches nor unfinished builds."""
+    """Raise FileNotFoundError for a folder without caches and unfinished builds."""
     if not folder.is_dir() or versions_below(folder):
         return
     if _is_cache(folder) or not any(True for _ in _below(folder, _MAX_DEPTH)):

@@ -1,7 +1,7 @@
-"""The table of homes: packages that may be deleted, and what goes with each. The rest works without them.
+"""The table of homes: packages that may be deleted, each with its commands, recipes and assets.
 
-A home has its commands, recipes and assets. Nothing else imports these by name: the table holds their places as text,
-module:name, which is loaded at use, and skipped where the home is not installed.
+Nothing else imports a home by name. The table holds places as text, module:name; a place is loaded at use, and skipped
+if the home is not installed.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ MORE_CACHES, OTHER_TOOLS = "More caches", "Other tools and buckets"
 
 
 class Home(NamedTuple):
-    """A package, and where the code stands that needs it. A place is "" where there is none."""
+    """A package, and the places of the code that needs it; "" for none."""
 
     package: str
     panel: str
-    """Of niels-gpt --help, for its commands."""
+    """Panel of niels-gpt --help for its commands."""
     commands: str
-    """A list of commands."""
+    """Place of a list of commands."""
     keys: tuple[str, ...] = ()
-    """Of its built-in caches, in the order in which they are built."""
+    """Keys of its built-in caches, in build order."""
     recipes: str = ""
-    """A `HomeRecipes`, see recipes/home_recipes.py."""
+    """Place of a `HomeRecipes`, see recipes/home_recipes.py."""
     assets: str = ""
-    """A function of a Dagster deployment that returns a `HomeAssets`, see pipelines/deployment.py."""
+    """Place of a function of a Dagster deployment that returns `HomeAssets`, see pipelines/deployment.py."""
 
 
 HOMES = (
@@ -56,16 +56,16 @@ HOMES = (
 
 
 def loaded(place: str) -> Any:
-    """Return what stands at a place, module:name."""
+    """Import a place, module:name, and return the object."""
     module, _, attribute = place.partition(":")
     return getattr(import_module(module), attribute)
 
 
 @functools.cache
 def is_installed(package: str) -> bool:
-    """Whether a package is there, and not just a folder of its name that was left behind.
+    """Return whether a package can be imported; a folder of its name that was left behind does not count.
 
-    Raises: ImportError where it is there and cannot be imported.
+    Raises: ImportError if the package exists and cannot be imported.
     """
     try:
         return getattr(import_module(package), "__file__", None) is not None
@@ -76,7 +76,7 @@ def is_installed(package: str) -> bool:
 
 
 def homes() -> Iterator[Home]:
-    """Yield the homes that are installed."""
+    """Yield the installed homes."""
     return (home for home in HOMES if is_installed(home.package))
 
 
@@ -96,5 +96,5 @@ def home_recipes() -> list[Any]:
 
 
 def home_assets() -> list[Any]:
-    """Return of all homes the function that returns the HomeAssets of a deployment."""
+    """Return, for each home, the function that returns the HomeAssets of a deployment."""
     return [loaded(home.assets) for home in homes() if home.assets]

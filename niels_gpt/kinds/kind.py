@@ -1,8 +1,8 @@
-"""Cache: named files and a meta.json that names them all. Kind: how to read them. The table of kinds.
+"""Define Cache, named files and a meta.json that names them all; Kind, how to read one; and the table of kinds.
 
-A kind stands in the package of its readers. The table names modules, which are loaded at first use: a package that is
-not there takes its kind along, and all the others work. A package of somebody else adds a kind by an entry point of the
-group `niels_gpt.kinds`, whose name is the kind and whose value is the place of a `Kind`:
+Each kind stands in the package of its readers. The table names modules, which are loaded at first use: a missing
+package takes its kind along, and all others work. Another package adds a kind by an entry point of the group
+`niels_gpt.kinds`, which gives the kind's name and the place of a `Kind`:
 
     [project.entry-points."niels_gpt.kinds"]
     images = "my_package.images:IMAGES"
@@ -28,7 +28,6 @@ from niels_gpt.cache.meta import check_listed, read_meta
 from niels_gpt.engine.units import Looks
 from niels_gpt.kinds.files import Damage, FileChecks, Record
 from niels_gpt.kinds.homes import loaded
-from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Check, Figures, Verdict
 from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
@@ -46,6 +45,7 @@ from niels_gpt.storage.meta_json import (
 )
 from niels_gpt.storage.remedies import PROGRAM
 from niels_gpt.tokenizers.protocol import FullTokenizer
+from niels_gpt.work import Progress
 
 OURS = {
     "tokenizer": "niels_gpt.tokenizers.kind:TOKENIZER",
@@ -55,71 +55,71 @@ OURS = {
     "draft_vocab": "niels_gpt.eagle3.draft_kind:DRAFT_VOCAB",
     "eagle3": "niels_gpt.eagle3.kind:EAGLE3",
 }
-"""The kinds of this project: the place of each, as module:name."""
+"""Kinds of this project: name -> place, as module:name."""
 _CRC_KEY = "meta_crc32"
 GROUP = "niels_gpt.kinds"
-"""The group of entry points by which other packages add kinds."""
+"""Group of entry points by which other packages add kinds."""
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
-"""What a malformed meta.json makes of code that trusts it."""
+"""Exceptions that a malformed meta.json causes in code that trusts it."""
 
 Rows = list[tuple[str, str]]
 """Pairs of a name and a text, for a table."""
 Columns = tuple[tuple[str, str, str], ...]
-"""Of each thing that a reader gives: its name, its dtype and shape, and what it is."""
+"""Name, dtype and shape, and meaning of each value that a reader gives."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the caller of checks may choose."""
+    """Choices of the caller of checks."""
 
     deep: bool = False
     """Compare the sha256 of every file too, which reads them all."""
     max_dropped_share: float = 0.05
-    """Of the documents or examples read, 0 to 1; a larger share is a problem."""
+    """Largest share of dropped documents, 0 to 1, that is no problem."""
 
 
 Finding = Damage | CacheError | OSError
 Rule = Callable[[FileChecks, Limits, Figures], Iterator[Finding]]
-"""Yields what is wrong, and says what it measured. It may raise on a damaged file or a malformed meta.json: that is one
+"""Yields problems, and says what it measured. It may raise on a damaged file or malformed meta.json; the error is one
 more finding."""
 
 
 class Held(NamedTuple):
-    """What a cache holds: one set of numbers for the last line of a build, `list`, `stats` and Dagster."""
+    """What a cache holds: the numbers in the last line of a build, `list`, `stats` and Dagster."""
 
     counts: dict[str, dict[str, int]]
-    """By thing, in the singular, outermost first; then by split, "" in a cache of one piece."""
+    """Things in the singular, outermost first -> split -> number; split "" for a cache of one piece."""
     note: str = ""
-    """What is said behind the numbers, such as "98.2% of the supervised tokens"."""
+    """Text behind the numbers, such as "98.2% of the supervised tokens"."""
     loss: int | None = None
-    """Tokens with loss; None: not known, or all of them."""
+    """Tokens with loss; None if unknown or all."""
 
     def total(self, thing: str) -> int:
-        """Return the number of a thing in all splits; 0 where it is not counted."""
+        """Return the number of a thing in all splits; 0 if it is not counted."""
         return sum(self.counts.get(thing, {}).values())
 
 
 class Sealed(NamedTuple):
-    """What the seal of a folder says."""
+    """Result of the seal of a folder."""
 
     text: str
     """A line for people."""
     data: dict[str, Any]
     """The same, ready for JSON."""
     next: str
-    """The command that comes next."""
+    """Next command to run."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """What an asset's page in Dagster says of every cache of a kind."""
+    """Page of an asset in Dagster, the same for every cache of a kind."""
 
     reader: str = ""
     """Lines of Python with {path} within double quotes, and {T}."""
     icons: frozenset[str] = frozenset()
-    """Of those that Dagster has an icon for."""
+    """Names of icons that Dagster has."""
     look: str = "show"
-    """The command of `niels-gpt` that prints the content."""
+    """Command of `niels-gpt` that prints the content."""
     columns: Columns = ()
 
 
@@ -131,117 +131,117 @@ _BY_NAME = (
 
 @dataclass(frozen=True)
 class Card:
-    """What the card of a cache says, README.md of a repository of the hub. The printer of a value escapes it."""
+    """Card of a cache, README.md of a repository on the hub. The printer escapes the values."""
 
     what: str
-    """What a cache is, as the beginning of a sentence."""
+    """Beginning of a sentence that says what the cache is."""
     reader: Callable[[Mapping[str, Any]], Iterator[str]]
-    """Lines of Python that open the cache in FOLDER, by its meta.json."""
+    """Yields lines of Python that open the cache in FOLDER, by its meta.json."""
     figures: Callable[[Mapping[str, Any]], Iterator[tuple[str, str]]] | None = None
-    """Name and text of each number of a cache without splits."""
+    """Yields name and text of each number of a cache without splits."""
     check: str = _BY_NAME
-    """The command that checks the files in FOLDER."""
+    """Command that checks the files in FOLDER."""
     checked: str = "prints its content_sha256,"
-    """What that command does with good files: the card ends the sentence with the content_sha256."""
+    """What the command does with good files; the card ends the sentence with the content_sha256."""
 
 
 CHECK_RECORDS = (
     'cd FOLDER && python3 -c \'import json; [print(file["sha256"], "", file["name"]) '
     'for file in json.load(open("meta.json"))["files"]]\' | sha256sum --check --quiet'
 )
-"""The `check` of a kind whose content_sha256 is not made of the sha256 of every file."""
+"""The `check` of a kind whose content_sha256 does not come from the sha256 of every file."""
 CHECKED_RECORDS = "prints nothing where every file has the sha256 that meta.json records. Its content_sha256 is"
 
 
 class Kind:
-    """What one kind says of its caches. Nobody else asks which kind a cache is of.
+    """Everything that one kind knows of its caches. No other code asks for the kind of a cache.
 
-    A method that a kind leaves out is refused with E208, which names the kinds that have it.
+    An operation that a kind leaves out raises CacheError E208, which names the kinds that have it.
     """
 
     name: ClassVar[str]
     """`kind` in meta.json."""
     unit: ClassVar[str] = ""
-    """What `show --at N` counts and Dagster calls a row: "document", "example", "group", "sample"; "": nothing."""
+    """Name of one item, which `show --at N` counts: "document", "example", "group", "sample"; "" for none."""
     keys: ClassVar[tuple[str, ...]] = ()
-    """Where its caches lie: a key, or with / at the end the folder of its caches."""
+    """Keys of its caches; an entry with / at the end stands for all keys in that folder."""
     families: ClassVar[Mapping[str, str]] = {}
-    """How its caches are built: by the first part of their keys, the place (module:name) of a Family of recipes/."""
+    """First part of a key -> place (module:name) of a Family of recipes/, which builds its caches."""
     checks: Sequence[Check] = ()
-    """The named checks, blocking ones first, each with its rule; without rules, the names of `verdicts`."""
+    """Named checks with their rules, blocking ones first; checks without a rule are made by `verdicts`."""
     outside_checks: ClassVar[Mapping[str, str]] = {}
-    """Checks that need more than the cache: by name, the place (module:name) of a function of the settings."""
+    """Checks that need more than the cache: name -> place (module:name) of a function of the settings."""
     units: ClassVar[Looks[Any] | None] = None
-    """How partitions of its caches are looked at, and joined where each is a cache; None: it is built whole."""
+    """How to examine partitions of its caches, and join them if each is a cache; None: built whole."""
     built_whole: ClassVar[tuple[str, ...]] = ()
-    """Of `keys`, those whose caches are built whole all the same."""
+    """Entries of `keys` whose caches are built whole all the same."""
     builds_alone = False
-    """Whether one build of it runs at a time, since each encodes a large corpus on all cores."""
+    """Whether only one build runs at a time, because each encodes a large corpus on all cores."""
     builder_version: ClassVar[int] = 0
-    """The version that builds write now, for `doctor`; 0: an older cache needs no care."""
+    """Version that builds write now, for `doctor`; 0: older caches need no care."""
     is_small = False
-    """Whether all files are hashed at every look."""
+    """Whether every look hashes all files."""
     may_lack_vocabulary = False
-    """Whether `vocab_size` may be null: the tokenizer of the ids is not known."""
+    """Whether `vocab_size` may be null, for ids of an unknown tokenizer."""
     counted = "documents"
-    """What progress of a build counts first; then come tokens."""
+    """What the progress of a build counts, besides tokens."""
     shown = 200
-    """How many tokens `show` prints where nobody says how many."""
+    """Default number of tokens that `show` prints."""
     needs_tokenizer = False
     """Whether `show` needs the tokenizer of the ids."""
     formats: ClassVar[frozenset[str]] = frozenset()
-    """Names of the formats of other tools that can hold one."""
+    """Names of the export formats that can hold a cache."""
     has_loss = False
-    """Whether a cache says which of its tokens carry loss."""
+    """Whether a cache records which tokens carry loss."""
     has_parts = False
-    """Whether whole shards of a cache are one too, so that a part can be staged."""
+    """Whether whole shards of a cache are a cache too, so that a part can be staged."""
     why_not: ClassVar[Mapping[str, str]] = {}
-    """By the name of a method that the kind leaves out, why it cannot have it: a sentence."""
+    """Name of a method that the kind leaves out -> a sentence that says why."""
     page = Page()
     card: Card | None = None
     least_share = LEAST_SHARE
-    """A file is refused if less than this share of it is on the disk: as `refuse_holes`."""
+    """Least share of a file that must be on the disk: see `refuse_holes`."""
 
     # --- is it one, and is it good ---
 
     def recognizes(self, folder: Path) -> bool:
-        """Whether a folder without a meta.json is a cache of this kind, as another tool writes it."""
+        """Return whether a folder without meta.json is a cache of this kind, written by another tool."""
         return False
 
     def has_unsealed(self, folder: Path) -> bool:
-        """Whether a folder holds units of this kind that were built in place, and that `seal` is to finish."""
+        """Return whether a folder holds units of this kind that `seal` can finish."""
         return False
 
     def seal(self, folder: Path, progress: Progress | None = None) -> Sealed:
-        """Check the units in a folder and write its meta.json; one that was sealed before is left as it is.
+        """Check the units in a folder and write its meta.json. Leaves a sealed folder unchanged.
 
-        Raises: CacheError for units that are missing or damaged.
+        Raises: CacheError for missing or damaged units.
         """
         raise self.lacks("seal")
 
     def content_sha256(self, records: Sequence[Record]) -> str:
-        """Return the identity of a cache's content by the records of its files."""
+        """Return the identity of a cache's content, from the records of its files."""
         return content_sha256(records)
 
     def unnamed(self, meta: Mapping[str, Any], names: Collection[str]) -> str:
-        """Return how to add the files that an earlier build left out of a meta.json; "" where it names all.
+        """Return how to add files that an earlier build left out of meta.json; "" if it names all.
 
-        names: of the files that it names.
+        names: files that it names.
         """
         return ""
 
     def remedy(self, path: Path) -> str:
-        """Return what to do about a damaged cache at a path, a sentence."""
+        """Return a sentence: what to do about a damaged cache at a path."""
         return REBUILD
 
     def lock_of(self, folder: Path) -> Path | None:
-        """Return where a folder that is written in place, not in a version, has its lock; None: none is."""
+        """Return the lock of a folder that is written in place, not as a version; None without one."""
         return None
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
-        """Open a cache as its readers do. Raises: what they raise.
+        """Open a cache as its readers do. Raises: the error of the reader.
 
-        models: open a tokenizer's model too, which loads its library.
+        models: open the model of a tokenizer too, which loads its library.
         """
         raise self.lacks("readers")
 
@@ -250,27 +250,27 @@ class Kind:
         return iter(())
 
     def headers(self, files: FileChecks) -> Iterator[Damage]:
-        """Yield readable files that do not begin as their format does."""
+        """Yield readable files with a wrong header."""
         return iter(())
 
     def contents(self, files: FileChecks) -> Iterator[Damage]:
-        """Read every readable file, compare its sha256, and look at what it holds."""
+        """Read every readable file, compare its sha256, and scan its content."""
         return files.sha256_damages()
 
     def last_look(self, files: FileChecks, limits: Limits) -> Iterator[Finding]:
-        """Yield damage found after all files were found sound."""
+        """Yield damage that shows only after all files were found sound."""
         return iter(())
 
     def verdicts(
         self, cache: Cache, names: Collection[str], limits: Limits, progress: Progress | None = None
     ) -> dict[str, Verdict] | None:
-        """Make the checks without a rule, in one pass; None: each check has its rule."""
+        """Make all checks without a rule in one pass; None: each check has its rule."""
         return None
 
     def checks_of_build(self, *, reused: bool, deep: bool) -> list[str]:
         """Return the names of the checks that a build makes at its end.
 
-        reused: nothing was built. deep: every file is to be read.
+        reused: nothing was built. deep: read every file.
         """
         return [check.name for check in self.checks if check.name not in self.outside_checks]
 
@@ -281,11 +281,11 @@ class Kind:
         return Held({})
 
     def stats(self, cache: Cache, progress: Progress | None = None) -> Rows:
-        """Return what a cache holds, and its source and licence, for people."""
+        """Return contents, source and licence of a cache, as pairs of a name and a text."""
         raise self.lacks("stats", cache)
 
     def stats_data(self, cache: Cache, progress: Progress | None = None) -> dict[str, Any]:
-        """Return what a cache holds, ready for JSON."""
+        """Return contents, source and licence of a cache, ready for JSON."""
         raise self.lacks("stats_data", cache)
 
     def show(
@@ -293,28 +293,28 @@ class Kind:
     ) -> str:
         """Return a piece of a cache as text with a heading.
 
-        tokenizer: of the ids; None: ids are printed. at: number of a `unit`. tokens: the most that are printed.
+        tokenizer: of the ids; None: print ids. at: number of a `unit`. tokens: most tokens to print.
         """
         raise self.lacks("show", cache)
 
     def show_data(
         self, cache: Cache, tokenizer: FullTokenizer | None, *, split: str, at: int, tokens: int | None
     ) -> dict[str, Any]:
-        """Return what `show` prints, ready for JSON."""
+        """Return the content of `show`, ready for JSON."""
         raise self.lacks("show_data", cache)
 
     def locate(self, cache: Cache, tokenizer: FullTokenizer | None, *, split: str, position: int, tokens: int) -> str:
-        """Return the text around a token of a split, and where it came from."""
+        """Return the text around a token of a split, and its origin."""
         raise self.lacks("locate", cache)
 
     def locate_data(
         self, cache: Cache, tokenizer: FullTokenizer | None, *, split: str, position: int, tokens: int | None
     ) -> dict[str, Any]:
-        """Return what `locate` prints, ready for JSON."""
+        """Return the content of `locate`, ready for JSON."""
         raise self.lacks("locate_data", cache)
 
     def sizes(self, cache: Cache) -> dict[str, int]:
-        """Return how many items of each split `digests` yields; {}: there is nothing to compare but settings."""
+        """Return how many items `digests` yields for each split; {} if only settings can be compared."""
         return {}
 
     def digests(self, cache: Cache, split: str) -> Iterator[bytes]:
@@ -322,7 +322,7 @@ class Kind:
         return iter(())
 
     def source_ids(self, cache: Cache, split: str) -> Iterator[bytes] | None:
-        """Yield the source id of each item of a split; None where none is recorded."""
+        """Yield the source id of each item of a split; None if none are recorded."""
         return None
 
     def rows(self, cache: Cache, split: str) -> Iterator[dict[str, Any]]:
@@ -337,7 +337,7 @@ class Kind:
         return None
 
     def places(self, cache: Cache) -> list[tuple[str, int]]:
-        """Return some places of each split that `show` prints on Dagster's page: three items, evenly spaced."""
+        """Return three evenly spaced items of each split, for Dagster's page."""
         counts = self.held(cache.meta).counts.get(self.unit, {})
         return [
             (split, number)
@@ -347,21 +347,21 @@ class Kind:
         ]
 
     def plot(self, cache: Cache, name: str) -> bytes:
-        """Return a PNG of a cache, some 10 kB. name: of the cache, for the title."""
+        """Return a PNG of a cache, about 10 kB. name: of the cache, for the title."""
         raise self.lacks("plot", cache)
 
     def more_results(self, cache: Cache) -> dict[str, Any]:
-        """Return what a record of a build has beside meta.json: numbers and texts by name."""
+        """Return numbers and texts that a record of a build has beside meta.json, by name."""
         return {}
 
     # --- what it lacks ---
 
     def has(self, name: str) -> bool:
-        """Whether this kind has an operation: a method of Kind that it overrides."""
+        """Return whether this kind overrides a method of Kind."""
         return getattr(type(self), name) is not getattr(Kind, name)
 
     def lacks(self, name: str, cache: Cache | None = None) -> CacheError:
-        """Return the error for an operation that this kind does not have; it names the kinds that have it."""
+        """Return CacheError E208 for an operation that this kind lacks; it names the kinds that have it."""
         where = META_NAME if cache is None else cache.path / META_NAME
         having = [kind.name for kind in kinds() if kind.has(name)]
         expected = " or ".join(having)
@@ -373,19 +373,22 @@ class Kind:
 
 @functools.cache
 def _places() -> dict[str, Callable[[], Any]]:
-    """Return what loads each kind, by its name."""
+    """Return the loader of each kind, by name."""
     found: dict[str, Callable[[], Any]] = {point.name: point.load for point in entry_points(group=GROUP)}
     ours = {name: functools.partial(loaded, place) for name, place in OURS.items()}
     return ours | found | ours  # ours first, and not replaced
 
 
 def kind_names() -> list[str]:
-    """Return the names of all kinds; nothing is loaded."""
+    """Return the names of all kinds. Loads none."""
     return list(_places())
 
 
 def kind_named(name: object) -> Kind | None:
-    """Return a kind by the `kind` of a meta.json; None if no kind has this name, or its package is not installed."""
+    """Return a kind by the `kind` of a meta.json; None for an unknown name, or if its package is not installed.
+
+    Raises: TypeError if an entry point gives anything but a Kind of this name.
+    """
     load = _places().get(name) if isinstance(name, str) else None
     if load is None:
         return None
@@ -409,23 +412,23 @@ def kind_of_key(key: str) -> Kind | None:
 
 
 def units_of_key(key: str) -> Looks[Any] | None:
-    """Return how partitions of the caches at a key are looked at; None: they are built whole."""
+    """Return how to examine and join partitions of the caches at a key; None if they are built whole."""
     kind = kind_of_key(key)
     return None if kind is None or any(_matches(key, known) for known in kind.built_whole) else kind.units
 
 
 def has_partitions(key: str) -> bool:
-    """Whether the caches at a key may be built in partitions."""
+    """Return whether the caches at a key can be built in partitions."""
     return units_of_key(key) is not None
 
 
 def look_command(key: str, folder: object) -> str:
-    """Return the command that prints what is in the cache of a key. folder: the cache's."""
+    """Return the command that prints the content of a cache. key, folder: of the cache."""
     return f"{PROGRAM} {(kind_of_key(key) or Kind).page.look} {shlex.quote(str(folder))}"
 
 
 def builds_alone(key: str) -> bool:
-    """Whether one build of the caches at a key, and of others like them, runs at a time."""
+    """Return whether only one build of the caches at a key, and of others like them, runs at a time."""
     kind = kind_of_key(key)
     return kind is not None and kind.builds_alone
 
@@ -438,7 +441,7 @@ def _matches(key: str, known: str) -> bool:
 
 
 class MetaDamage(Exception):
-    """Why a meta.json cannot be trusted: then no file can be judged by it. `damage` has its bytes."""
+    """The reason why a meta.json cannot be trusted; no file can be judged by it. `damage` has its bytes."""
 
     def __init__(self, problem: str, offset: int = 0, end: int = 0) -> None:
         super().__init__(problem)
@@ -448,24 +451,22 @@ class MetaDamage(Exception):
 class Cache:
     """One version of a cache of any kind: named files and a meta.json that names them all.
 
-    gc leaves the version during the lifetime of this object.
+    gc keeps the version while this object lives.
     """
 
     def __init__(
         self, path: Path, folder: Path, meta: dict[str, Any], kind: Kind, hold: VersionHold | None = None
     ) -> None:
-        """path: as the caller named it; folder: the version's own, resolved once; meta: its meta.json.
-
-        hold: of the folder, where it was taken before meta.json was read.
-        """
+        """path: as the caller named it. folder: of the version, resolved once. meta: its meta.json. hold: of the
+        folder, if taken before meta.json was read."""
         self.path, self.folder, self.meta, self.kind = path, folder, meta, kind
         self._hold = hold_version(folder) if hold is None else hold
 
     @classmethod
     def named(cls, path: str | os.PathLike[str]) -> Cache:
-        """Resolve a cache once, read its meta.json and find its kind; other keys are not looked at.
+        """Resolve a cache once, read its meta.json and find its kind. Checks no other key.
 
-        Raises: FileNotFoundError without a meta.json; CacheError if it is damaged or of an unknown kind.
+        Raises: FileNotFoundError without a meta.json; CacheError E202 for a damaged one, E208 for an unknown kind.
         """
         path = Path(path)
         folder = resolved(path)
@@ -482,11 +483,12 @@ class Cache:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Cache:
-        """Return `named`, with the keys checked that every command needs.
+        """Open a cache like `named`, and check the keys that every command needs.
 
-        The records of files are checked, and `partitions`, `built`, `totals` and `vocab_size` where they are given;
-        other keys are looked at inside `errors`.
-        Raises: as `named`; CacheError E202 for a wrong value, E204 without a meta.json.
+        Checks the records of files, and `partitions`, `built`, `totals` and `vocab_size` if they are there. Use other
+        keys inside `errors`.
+        Raises: CacheError E202 for a damaged meta.json or a wrong value, E204 without a meta.json, E208 for an unknown
+            kind.
         """
         where = str(Path(path) / META_NAME)
         try:
@@ -502,9 +504,9 @@ class Cache:
 
     @classmethod
     def trusted(cls, folder: Path) -> Cache:
-        """Read the meta.json of a version for `verify`: its bytes are compared with its CRC-32, and nothing else.
+        """Read the meta.json of a version for `verify`. Only compares its bytes with its CRC-32.
 
-        Raises: MetaDamage.
+        Raises: MetaDamage if it cannot be trusted.
         """
         hold = hold_version(folder)
         try:
@@ -532,17 +534,17 @@ class Cache:
 
     @functools.cached_property
     def records(self) -> list[Record]:
-        """The record (name, bytes, sha256) of every file. Raises: CacheError E202."""
+        """Record (name, bytes, sha256) of every file. Raises: CacheError E202 for a malformed one."""
         return file_records(self.meta, str(self.path / META_NAME))
 
     @property
     def is_stub(self) -> bool:
-        """Whether nothing was built: the source was not asked for."""
+        """Whether nothing was built, because nobody asked for the source."""
         return self.meta.get("built") is False
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Turn what a malformed meta.json raises in the block into a CacheError that names it."""
+        """Turn exceptions that a malformed meta.json causes in the block into CacheError E202, which names it."""
         try:
             yield
         except (CacheError, PositionError):
@@ -553,25 +555,25 @@ class Cache:
 
     @property
     def verify_command(self) -> str:
-        """The command that names every damage of this cache."""
+        """Command that names every damage of this cache."""
         return f"{PROGRAM} verify {self.path}"
 
 
 def unknown_kind(meta: dict[str, Any]) -> tuple[str, str]:
-    """Return what was found and expected, for the error of a kind that is none, or whose package is missing."""
+    """Return found and expected, for the error of an unknown kind or a missing package."""
     name = meta.get("kind")
     what = " of a package that is not installed" if name in kind_names() else ""
     return f"kind is {shortened(name)}{what}", f"one of {', '.join(kind_names())}"
 
 
 def _byte_of(error: BaseException | None, raw: bytes) -> int:
-    """Return the byte at which the parser stopped."""
+    """Return the byte where the parser stopped."""
     if isinstance(error, UnicodeDecodeError):
         return error.start
     return len(raw.decode()[: error.pos].encode()) if isinstance(error, JSONDecodeError) else 0
 
 
 def _has_damaged_crc_key(meta: dict[str, Any]) -> bool:
-    """Whether a key differs from `meta_crc32` in one character."""
+    """Return whether a key differs from `meta_crc32` in one character."""
     keys = (key for key in meta if len(key) == len(_CRC_KEY))
     return any(sum(a != b for a, b in zip(key, _CRC_KEY, strict=True)) == 1 for key in keys)

@@ -1,6 +1,6 @@
-"""What is in a cache of any kind: `stats`, `show`, `locate` and `plot`, as text and ready for JSON.
+"""Show the contents of a cache of any kind: `stats`, `show`, `locate` and `plot`, as text and ready for JSON.
 
-Each opens the cache once and asks its kind (kinds/kind.py).
+Each function opens the cache once and asks its kind (kinds/kind.py).
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from typing import Any
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import check_tokenizer, find_meta, tokenizer_above
+from niels_gpt.display.pictures import check_matplotlib, check_png
 from niels_gpt.kinds.folders import open_cache
 from niels_gpt.kinds.kind import Cache
 from niels_gpt.kinds.rows import Stats
-from niels_gpt.pictures import check_matplotlib, check_png
-from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError, TokenizerNotFound
 from niels_gpt.storage.fileio import write_bytes
 from niels_gpt.storage.meta_json import printable, resolved
@@ -23,12 +22,13 @@ from niels_gpt.storage.versions import public_path
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import check_model
 from niels_gpt.tokenizers.protocol import FullTokenizer
+from niels_gpt.work import Progress
 
 
 def stats(path: str | os.PathLike[str], progress: Progress | None = None) -> Stats:
-    """Return what a cache holds, and its source and licence, as pairs of a name and a printable value.
+    """Return contents, source and licence of a cache, as pairs of a name and a printable value.
 
-    path: the public folder, such as cache/sft/oasst1. Raises: FileNotFoundError; CacheError where it is damaged.
+    path: the public folder, such as cache/sft/oasst1. Raises: FileNotFoundError; CacheError for a damaged cache.
     """
     cache = open_cache(path)
     with cache.errors():
@@ -36,7 +36,10 @@ def stats(path: str | os.PathLike[str], progress: Progress | None = None) -> Sta
 
 
 def stats_data(path: Path, progress: Progress | None = None) -> dict[str, Any]:
-    """Return what a cache holds, ready for JSON; docs/building.md has the fields. Raises: as `stats`."""
+    """Return contents, source and licence of a cache, ready for JSON; docs/building.md lists the fields.
+
+    Raises: FileNotFoundError; CacheError for a damaged cache.
+    """
     cache = open_cache(path)
     with cache.errors():
         return {"cache": str(path), **cache.kind.stats_data(cache, progress)}
@@ -45,12 +48,12 @@ def stats_data(path: Path, progress: Progress | None = None) -> dict[str, Any]:
 def show(
     path: Path, tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int, color: bool = False
 ) -> str:
-    """Return a heading and a piece of a cache: tokens at a position, or an example, group or sample by its number.
+    """Return a heading and a piece of a cache: tokens from a position on, or one example, group or sample by number.
 
-    Sentinels have their short names, such as <|eot|>, and other special tokens their literals; both are cyan. In an
-    example each turn begins a line; supervised tokens are green, the others dim; without color, supervised tokens are
-    in [[ ]]. num_tokens: the most tokens.
-    Raises: FileNotFoundError, CacheError; ValueError for a split or a position that does not exist.
+    Sentinels have their short names, such as <|eot|>, other special tokens their literals; both are cyan. In an example
+    each turn begins a line; supervised tokens are green, the others dim; without color, supervised tokens are in [[ ]].
+    num_tokens: most tokens to print.
+    Raises: FileNotFoundError; CacheError for a damaged cache; ValueError for a split or position that does not exist.
     """
     _check_arguments(split, num_tokens)
     cache = open_cache(path)
@@ -61,10 +64,10 @@ def show(
 def show_data(
     path: Path, tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int | None
 ) -> dict[str, Any]:
-    """Return what `show` prints, ready for JSON: its figures, the whole text, and of an example its parts by loss.
+    """Return the content of `show`, ready for JSON: figures, the whole text, and for an example its parts by loss.
 
-    num_tokens: the most tokens; None: all of an item, 200 of a stream. docs/building.md has the fields.
-    Raises: as `show`.
+    num_tokens: most tokens; None: a whole item, or 200 of a stream. docs/building.md lists the fields.
+    Raises: FileNotFoundError; CacheError for a damaged cache; ValueError for a split or position that does not exist.
     """
     _check_arguments(split, num_tokens)
     cache = open_cache(path)
@@ -74,11 +77,11 @@ def show_data(
 
 
 def locate(path: Path, tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int) -> str:
-    """Return the text around token `position` of a split, and where it came from, as lines.
+    """Return the text around token `position` of a split, and its origin, as lines.
 
-    tokenizer: of the cache; None: ids are printed instead of text.
-    num_tokens: the most tokens of the document that are printed; a longer one is cut around the position.
-    Raises: FileNotFoundError, CacheError; ValueError for a split or a position that does not exist.
+    tokenizer: of the cache; None: print ids instead of text.
+    num_tokens: most tokens of the document to print; a longer document is cut around the position.
+    Raises: FileNotFoundError; CacheError for a damaged cache; ValueError for a split or position that does not exist.
     """
     _check_arguments(split, num_tokens)
     cache = open_cache(path)
@@ -89,9 +92,10 @@ def locate(path: Path, tokenizer: FullTokenizer | None, *, split: str, position:
 def locate_data(
     path: Path, tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Return what `locate` prints, ready for JSON; docs/building.md has the fields.
+    """Return the content of `locate`, ready for JSON; docs/building.md lists the fields.
 
-    num_tokens: as in `locate`; None: all of the document. Raises: as `locate`.
+    num_tokens: most tokens of the document; None: all.
+    Raises: FileNotFoundError; CacheError for a damaged cache; ValueError for a split or position that does not exist.
     """
     _check_arguments(split, num_tokens)
     cache = open_cache(path)
@@ -108,10 +112,11 @@ def _check_arguments(split: str, num_tokens: int | None) -> None:
 
 
 def plot(path: Path) -> bytes:
-    """Return a PNG of 720 x 280 pixels, some 10 kB: how long the items of a cache are, and what carries loss.
+    """Return a PNG of 720 x 280 pixels, about 10 kB: lengths of the items of a cache, and the share with loss.
 
     Equal caches of one name give equal bytes with one version of matplotlib.
-    Raises: FileNotFoundError, CacheError; ImportError without matplotlib, which the extra `plot` installs.
+    Raises: FileNotFoundError; CacheError for a damaged cache; ImportError without matplotlib, which the extra `plot`
+        installs.
     """
     check_matplotlib()
     cache = open_cache(path)
@@ -120,9 +125,10 @@ def plot(path: Path) -> bytes:
 
 
 def write_plot(path: Path, target: Path) -> None:
-    """Write what `plot` returns to a file.
+    """Write the PNG of `plot` to a file.
 
-    Raises: as `plot`; ValueError unless the name ends in .png; FileNotFoundError also where its folder does not exist.
+    Raises: ValueError unless the name ends in .png; FileNotFoundError, also if its folder does not exist; CacheError
+        for a damaged cache; ImportError without matplotlib.
     """
     check_png(target)
     write_bytes(target, plot(path))
@@ -132,9 +138,9 @@ def write_plot(path: Path, target: Path) -> None:
 
 
 def tokenizer_of(cache: Path, model: str | None = None) -> FullTokenizer:
-    """Open a named model, or the one beside or above a cache.
+    """Open a named model, or the tokenizer beside or above the cache.
 
-    Raises: FileNotFoundError; CacheError, also for a model that is not the one of its meta.json.
+    Raises: FileNotFoundError; CacheError for damage, or a model that did not produce the ids.
     """
     if model:
         return load_tokenizer(model)
@@ -147,11 +153,11 @@ def tokenizer_of(cache: Path, model: str | None = None) -> FullTokenizer:
 
 
 def tokenizer_for(cache: Cache, model: str | None = None, *, is_needed: bool = False) -> FullTokenizer | None:
-    """Return the tokenizer for the text of a cache's ids; None where the ids are printed.
+    """Return the tokenizer for the text of a cache's ids, the named one or the one beside or above the cache. None:
+    print ids.
 
-    It is the one beside or above the cache, if it made the ids.
-    model: a named one. is_needed: there is no text without one.
-    Raises: as `tokenizer_of`, where one is needed or named.
+    is_needed: there is no text without a tokenizer.
+    Raises: FileNotFoundError or CacheError if it is needed or named, and missing, damaged, or did not produce the ids.
     """
     if model or is_needed:
         return tokenizer_of(cache.path, model)

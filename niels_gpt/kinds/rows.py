@@ -1,4 +1,4 @@
-"""Rows that several kinds of caches say of themselves: of meta.json, of the loader, of lengths, of loss."""
+"""Rows of statistics that several kinds share: of meta.json, the loader, lengths and loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE_KEYS = frozenset({"shards", "index", "ids", "loss_bits", "checksums", "file
 
 
 class Stats(list[tuple[str, str]]):
-    """Pairs of a name and a value, printed as a small table, in notebooks as HTML. dict(...) looks one up."""
+    """Pairs of a name and a value, printed as a small table, in notebooks as HTML. dict(...) looks a name up."""
 
     def __str__(self) -> str:
         return table(self) if self else "Stats([])"
@@ -29,7 +29,7 @@ class Stats(list[tuple[str, str]]):
 
 
 def described(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return a meta.json without its lists of files, and with the signals that a build warns of."""
+    """Return meta.json without its lists of files, and with the signals that a build warns of."""
     found = [
         {"counter": each.signal.counter.rstrip(":"), "number": each.number, "of": each.total, "text": str(each)}
         for each in above(meta)
@@ -38,13 +38,13 @@ def described(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def spread(sizes: NDArray[np.int64]) -> dict[str, float] | None:
-    """Return min, median, p95 and max of some sizes; None of none."""
+    """Return min, median, p95 and max of sizes; None for no sizes."""
     names = ("min", "median", "p95", "max")
     return dict(zip(names, np.percentile(sizes, [0, 50, 95, 100]).tolist(), strict=True)) if len(sizes) else None
 
 
 def of_loader(meta: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows of what the loader left out, repaired and noticed."""
+    """Return rows of counts: texts that the loader left out, repaired or noticed."""
     kinds: dict[str, dict[str, int]] = {"left out": {}, "repaired": {}, "noticed": {}}
     for counter, number in meta["source"].get("counters", {}).items():
         is_left_out = counter not in REPAIRED_TEXTS and not is_of_kept(counter)
@@ -54,7 +54,7 @@ def of_loader(meta: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def of_partitions(meta: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows of a cache that was built in partitions; [] for another one."""
+    """Return rows about the partitions of a cache; [] if it was built whole."""
     rows, accepted = list[tuple[str, str]](), meta["source"].get("accepted_code")
     if "partitions" in meta:
         rows.append(("partitions", f"{meta['partitions']['total']:,}: {meta['partitions']['rule']}"))
@@ -65,20 +65,20 @@ def of_partitions(meta: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def warned_of(meta: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a row for the signals of a cache that a build warns of; none without."""
+    """Return a row of the signals that a build warns of; [] without any."""
     found = "; ".join(map(str, above(meta)))
     return [("warned of", found)] if found else []
 
 
 def counted(counts: dict[str, int]) -> str:
-    """Return some counts by name on one line; "none" without any."""
+    """Return counts by name on one line; "none" without any."""
     return ", ".join(f"{reason} {number:,}" for reason, number in sorted(counts.items())) or "none"
 
 
 def parts_by_loss(
     ids: Ids, mask: NDArray[np.bool_], names: dict[int, str], tokenizer: Decoder
 ) -> list[dict[str, str | bool]]:
-    """Return the text of some tokens in parts, each with whether it is supervised."""
+    """Return the text of tokens in parts, each with whether it is supervised."""
     return [
         {"supervised": bool(mask[start]), "text": decoded_text(ids[start:end], names, tokenizer)}
         for start, end in runs(mask)

@@ -1,7 +1,7 @@
-"""Is a finished cache good? Named checks (`verify`), and every damage with its file and bytes (`find_damage`).
+"""Decide whether a finished cache is good: `verify` makes named checks, `find_damage` lists damage with file and bytes.
 
-The checks of a kind stand in its table (kinds/kind.py); those that several kinds share in checks.py. A rule yields a
-`Damage`, where bytes of the cache are wrong, or an error, where the problem lies elsewhere or has another remedy.
+The checks of a kind stand in its table (kinds/kind.py), shared ones in checks.py. A rule yields a `Damage` for wrong
+bytes of the cache, or an error for a problem elsewhere or with another remedy.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from niels_gpt.kinds.files import Damage, FileChecks
 from niels_gpt.kinds.folders import kind_at
 from niels_gpt.kinds.kind import MALFORMED, Cache, Finding, Kind, Limits, MetaDamage, Rule
-from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Figures, Place, Verdict, first_problems, place_of
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import printable, read_regular, resolved
 from niels_gpt.storage.versions import VERSION_DIGITS
+from niels_gpt.work import Progress
 
 _MAX_REASON = 100  # characters in a table
 
@@ -28,12 +28,12 @@ _MAX_REASON = 100  # characters in a table
 def verify(
     path: Path, limits: Limits, *, names: Collection[str] | None = None, progress: Progress | None = None
 ) -> dict[str, Verdict]:
-    """Make the checks of a cache; returns the verdict of each by the check's name, blocking ones first.
+    """Check a cache. Returns the verdict of each check by name, blocking ones first.
 
-    path: the public folder, such as cache/sft/oasst1. It is resolved once, so all checks look at one version.
-    names: the checks to make; None: every check of this kind that needs nothing but the cache.
-    Raises: FileNotFoundError and CacheError if meta.json cannot be read or is of an unknown kind; ValueError for a name
-        that is no check of this kind. Damage to anything else is a problem of the checks that need it.
+    path: the public folder, such as cache/sft/oasst1; resolved once, so that all checks look at one version.
+    names: checks to make; None: every check of this kind that needs only the cache.
+    Raises: FileNotFoundError or CacheError if meta.json cannot be read or names an unknown kind; ValueError for an
+        unknown check. Other damage is a problem of the checks that find it.
     """
     cache = Cache.named(path)
     outside = cache.kind.outside_checks
@@ -56,12 +56,12 @@ def _verdict(cache: Cache, rule: Rule, limits: Limits) -> Verdict:
 
 
 def file_checks(cache: Cache, progress: Progress | None = None) -> FileChecks:
-    """Return the checks of a cache's files."""
+    """Return a FileChecks for the cache."""
     return FileChecks(cache.folder, cache.meta, cache.kind.content_sha256, progress)
 
 
 def _guarded(findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield findings; an error raised instead is one more."""
+    """Yield findings. An error raised by a rule is one more finding."""
     try:
         yield from findings
     except (CacheError, OSError) as error:  # both name their file
@@ -71,7 +71,7 @@ def _guarded(findings: Iterator[Finding]) -> Iterator[Finding]:
 
 
 def _sentences(cache: Cache, folder: Path, findings: Iterable[Finding]) -> Iterator[str]:
-    """Turn findings into sentences that name the public folder, not the version's, which means little to readers."""
+    """Turn findings into sentences that name the public folder, not the folder of the version."""
     path, remedy = cache.path, cache.kind.remedy(cache.path)
     for finding in findings:
         if isinstance(finding, Damage):
@@ -83,11 +83,11 @@ def _sentences(cache: Cache, folder: Path, findings: Iterable[Finding]) -> Itera
 
 
 def find_damage(path: Path, *, deep: bool, progress: Progress | None = None) -> list[Damage]:
-    """Return the damage of the cache at `path`, [] for a good one. Nothing outside its folder is opened.
+    """Return the damage of the cache at `path`; [] for a good one. Opens nothing outside its folder.
 
-    Warnings are no damage. A quick look compares sizes, headers and sums; it finds files that meta.json does not name.
-    It reads the files that have another name, a hard link, and were written after meta.json.
-    path: the public folder, such as cache/sft/oasst1, or a version's own. It is resolved once.
+    Warnings are no damage. A quick look compares sizes, headers and sums, and finds files that meta.json does not name.
+    It reads files that have another name, a hard link, and were written after meta.json.
+    path: the public folder, such as cache/sft/oasst1, or the folder of a version; resolved once.
     deep: read every file. A small cache, such as a tokenizer, is always read.
     progress: called with files, bytes read, and bytes to read in all.
     """
@@ -114,11 +114,11 @@ def find_damage(path: Path, *, deep: bool, progress: Progress | None = None) -> 
 
 
 def examined(folder: Path, deep: bool, progress: Progress | None = None) -> tuple[dict[str, Any] | None, str]:
-    """Return the meta.json of a unit, None for one that cannot be read, and its first damage, "" for a good one.
+    """Return the meta.json of a unit, None if it cannot be read, and its first damage, "" for a good unit.
 
-    No reader opens a unit: its files are compared with their sizes, sha256 and CRC-32.
+    No reader opens a unit, so only sizes, sha256 and CRC-32 of its files are compared.
     folder: of a version, without links on the way.
-    Raises: CacheError for a meta.json that is no regular file.
+    Raises: CacheError E205 for a meta.json that is no regular file.
     """
     try:
         cache = Cache.trusted(folder)
@@ -136,7 +136,7 @@ def examined(folder: Path, deep: bool, progress: Progress | None = None) -> tupl
 def examined_unit(
     check: Callable[[dict[str, Any]], None], folder: Path, deep: bool, progress: Progress | None = None
 ) -> tuple[dict[str, Any] | None, str]:
-    """Return `examined`, with what `check` raises of a receipt that its kind cannot join: `UnitKind.examine`."""
+    """Return `examined`, and as damage an error that `check` raises for a receipt: see `UnitKind.examine`."""
     meta, problem = examined(folder, deep, progress)
     if meta is not None and not problem:
         try:
@@ -169,7 +169,7 @@ def _by_verdicts(path: Path, kind: Kind, *, deep: bool, progress: Progress | Non
 
 
 def _of_file(error: CacheError | OSError, path: Path) -> Damage:
-    """Return an error as damage of all bytes of the file that it names; of none where that lies elsewhere."""
+    """Return an error as damage of all bytes of the file that it names; of no bytes if the file lies elsewhere."""
     place = place_of(error, path.resolve())
     return Damage(*place, str(error).removeprefix(f"{path.resolve() / place[0]}: "))
 
@@ -188,7 +188,7 @@ def _all_damages(cache: Cache, files: FileChecks, limits: Limits) -> Iterator[Fi
 
 
 def _sum_damages(cache: Cache, files: FileChecks) -> Iterator[Damage]:
-    """Yield what does not agree within meta.json, each with its line."""
+    """Yield contradictions within meta.json, each with its line."""
     content = files.content_problem()
     problems = [*([("content_sha256", content)] if content else []), *cache.kind.wrong_sums(cache)]
     raw = read_regular(files.folder / META_NAME) if problems else b""
@@ -199,7 +199,7 @@ def _sum_damages(cache: Cache, files: FileChecks) -> Iterator[Damage]:
 
 
 def _as_damage(finding: Finding, folder: Path) -> Damage:
-    """Return an error as damage of the file that it names, or of meta.json where that file lies elsewhere."""
+    """Return an error as damage of the file that it names, or of meta.json if the file lies elsewhere."""
     if isinstance(finding, Damage):
         return finding
     if isinstance(finding, CacheError) and folder in Path(finding.path).parents:
@@ -211,9 +211,9 @@ def _as_damage(finding: Finding, folder: Path) -> Damage:
 
 
 def _of_another_cache(files: FileChecks, damages: Sequence[Damage]) -> list[Damage]:
-    """Return the damage if meta.json describes other files than those in the folder; else nothing.
+    """Return the damage if meta.json and the folder disagree.
 
-    In a version whose name is the content that meta.json describes, the files are damaged, not meta.json.
+    In a version named after the content that meta.json describes, the files are damaged, not meta.json.
     """
     try:
         names = {record["name"] for record in files.records if record["bytes"]}
@@ -228,7 +228,7 @@ def _of_another_cache(files: FileChecks, damages: Sequence[Damage]) -> list[Dama
 
 
 def _refused(cache: Cache, damages: Sequence[Damage]) -> Iterator[Damage]:
-    """Yield why a reader refuses the cache, unless the reason is a known damage."""
+    """Yield the error with which a reader refuses the cache, unless the damage is known."""
     error = reader_error(cache, models=not damages)  # a model is opened once its sha256 is right
     if error is None:
         return
@@ -239,7 +239,7 @@ def _refused(cache: Cache, damages: Sequence[Damage]) -> Iterator[Damage]:
 
 
 def _with_end(folder: Path, damage: Damage) -> Damage:
-    """Let damage of meta.json as a whole span all of its bytes."""
+    """Make damage of meta.json as a whole span all of its bytes."""
     if damage.file != META_NAME or damage.end or not (folder / META_NAME).is_file():
         return damage
     return damage._replace(end=(folder / META_NAME).stat().st_size)
@@ -249,10 +249,9 @@ def _with_end(folder: Path, damage: Damage) -> Damage:
 
 
 def reader_error(cache: Cache, *, models: bool = True) -> CacheError | OSError | None:
-    """Return the error with which readers refuse a cache; None for one that they open.
+    """Return the error with which readers refuse a cache; None if they open it. A stub is not opened.
 
-    Of a stub, nothing is opened: nothing was built.
-    models: open a tokenizer's model too, which loads its library.
+    models: open the model of a tokenizer too, which loads its library.
     """
     where = str(cache.folder / META_NAME)
     try:
@@ -269,7 +268,7 @@ def reader_error(cache: Cache, *, models: bool = True) -> CacheError | OSError |
 
 
 def refusal(path: Path) -> str | None:
-    """Return in a few words why the readers refuse a cache; None where they do not. path: the public folder."""
+    """Return in a few words why readers refuse a cache; None if they open it. path: the public folder."""
     folder = path
     try:
         folder = resolved(path)
@@ -281,7 +280,7 @@ def refusal(path: Path) -> str | None:
 
 
 def in_short(error: Exception, folder: Path) -> str:
-    """Return what an error of a cache found, without its remedy, for a table; files by their names in the folder."""
+    """Return an error of a cache for a table: without its remedy, with file names relative to the folder."""
     text = str(error).split(". ")[0]  # of another error: its first sentence
     if isinstance(error, CacheError):
         text = f"{error.path}: {error.problem}"

@@ -1,4 +1,4 @@
-"""The family sft: chats -> sft/NAME, by the project's own template or the one that the settings name."""
+"""The family sft: build chats to sft/NAME, by the project's own template or the one in the settings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any, cast
 
 from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.cache.build_templated import build_templated_sft
+from niels_gpt.cache.joining import warn_of_empty_val
 from niels_gpt.chat.chats import check_loss_on
 from niels_gpt.chat.protocol import ChatTokenizer
-from niels_gpt.chat.template_tokenizer import problem_of
+from niels_gpt.chat.template import problem_of
 from niels_gpt.chat.tokenizers import CacheBackend, template_tokenizer
 from niels_gpt.data.local import LocalFiles
-from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
+from niels_gpt.data.spec import LoadRequest, Part, SourceSpec
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.family import Family, Job
 from niels_gpt.recipes.request import Request
@@ -30,18 +31,18 @@ from niels_gpt.tokenizers.protocol import FullTokenizer
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 22
-"""Of a file with a template: four bytes for each character that one may have."""
+"""Most bytes of a template file: four bytes for each character that it may have."""
 # <|im_end|>, also with full-width bars; <end_of_turn>; <s>; [INST]
 _MARK = re.compile(r"<[|｜][\w.▁-]{1,40}[|｜]>|<(?:start|end)_of_\w{1,40}>|</?s>|\[/?[A-Z][A-Z_]{1,40}\]")
 _SHOWN = 5  # marks in a warning
 _OF_TEMPLATE = ("chat_template", "loss_on")
-"""The settings that decide which template a cache of chats has. They count only if one is named."""
+"""Settings that decide the template of a cache of chats. They count only if one is named."""
 
 
 def template_text(settings: Settings) -> str | None:
-    """Return the text of the template in the file that the settings name; None for the tokenizer's own.
+    """Return the text of the template file in the settings; None for the tokenizer's own.
 
-    Raises: FileNotFoundError; CacheError for a file that is too large, or is no text, and for anything but a file.
+    Raises: FileNotFoundError; CacheError E205 for anything but a file, E407 for a file that is no text or too large.
     """
     if settings.chat_template in (None, OF_TOKENIZER):
         return None
@@ -72,10 +73,11 @@ def _is_sentencepiece(named: str) -> CacheError:
 
 
 def opened_template(settings: Settings, tokenizer: FullTokenizer, where: Path) -> ChatTokenizer:
-    """Return the tokenizer of chats by the template that the settings name.
+    """Return the tokenizer of chats by the template in the settings.
 
-    where: the folder or file that the tokenizer was opened in, for messages.
-    Raises: CacheError for a tokenizer that is no tokenizer.json, and for one without a template; as `template_text`.
+    where: folder or file of the tokenizer, for messages.
+    Raises: CacheError E408 for a tokenizer without tokenizer.json, E407 for one without a template, or a template file
+        that cannot be read; FileNotFoundError for a missing template file.
     """
     named = settings.tokenizer or str(where)
     if tokenizer.kind != "huggingface":
@@ -99,7 +101,7 @@ def opened_template(settings: Settings, tokenizer: FullTokenizer, where: Path) -
 
 
 class Chats(Family):
-    """Chats -> sft/NAME."""
+    """Family of caches of chats."""
 
     name = kind = "sft"
     title, holds = "Token cache", "chats"
@@ -107,11 +109,12 @@ class Chats(Family):
     id_copies = 1
 
     def load(self, found: LocalFiles, field: str | None, request: LoadRequest, how: dict[str, Any]) -> list[Part]:
-        """Return the chats of all rows, for a template as they are."""
+        """Return the chats of all rows; for a template, unchanged."""
         return [(None, found.chats(raw=request.raw, **how))]
 
     def check_early(self, settings: Settings) -> None:
-        """As Family; as `opened_template`, and CacheError for a file that no chat can be rendered by."""
+        """Check the template in the settings. Raises: CacheError E407 if it renders no chat, E408 for a SentencePiece
+        model."""
         if settings.chat_template is None:
             return
         with errors_as("E407", (ValueError,)):
@@ -124,8 +127,8 @@ class Chats(Family):
             raise _is_sentencepiece("--tokenizer-kind sentencepiece")
 
     def recipe(self, settings: Settings, reads: Sequence[str], tokenizer: FullTokenizer | None) -> dict[str, Any]:
-        """As Family; of a chat template what decides bytes, and nothing if none is named: the caches of the project's
-        own template stay as they are. tokenizer: None: its own template is not known either."""
+        """Return the settings that decide bytes. Include the sha256 of a named template, and nothing without one, so
+        that caches of the project's own template stay current. tokenizer: None if its own template is unknown too."""
         chosen = {name: getattr(settings, name) for name in reads if name not in _OF_TEMPLATE}
         if settings.chat_template is None:
             return chosen
@@ -140,23 +143,23 @@ class Chats(Family):
         return {**chosen, _OF_TEMPLATE[0]: facts}
 
     def needs_sentinels(self, settings: Settings) -> bool:
-        """Whether the project's own template is used: its roles are sentinels."""
+        """Return whether the project's own template is used, whose roles are sentinels."""
         return settings.chat_template is None
 
     def check_tokenizer(self, settings: Settings, spec: SourceSpec, tokenizer: FullTokenizer, where: Path) -> None:
-        """Raise as `opened_template`, where the settings name one."""
+        """Raise CacheError E407 or E408 if the template in the settings cannot be used with the tokenizer."""
         if settings.chat_template is not None:
             opened_template(settings, tokenizer, where)
 
     def asks(self, settings: Settings) -> str:
-        """Return which template the settings name, and which turns carry loss; "" for the project's own."""
+        """Return the template in the settings, and which turns carry loss; "" for the project's own template."""
         if settings.chat_template is None:
             return ""
         of_file = "of the tokenizer" if settings.chat_template == OF_TOKENIZER else settings.chat_template
         return f"chat template {of_file}, loss on {settings.loss_on}"
 
     def build(self, request: Request, job: Job) -> dict[str, Any]:
-        """As Family. Raises: as `build_sft` or `build_templated_sft`."""
+        """Build the cache, or one partition, by the project's own template or the one in the settings."""
         settings, tokenizer = request.settings, request.tokenizer
         assert tokenizer is not None
         common: dict[str, Any] = {
@@ -185,9 +188,11 @@ class Chats(Family):
         )
 
     def warn(self, request: Request, meta: Mapping[str, Any]) -> None:
-        """Log that a template writes literals such as <|im_end|> which are no tokens of the tokenizer: they become
-        several ids, and a message may hold them too."""
+        """Log an empty val (W308), and literals of a template such as <|im_end|> that are no tokens of the tokenizer
+        (W412): they become several ids, and a message may hold them too."""
         settings, tokenizer = request.settings, request.tokenizer
+        if "partitions" not in meta:
+            warn_of_empty_val(request.path, meta, meta["totals"]["train_examples"] - meta["duplicates"]["train"])
         if settings.chat_template is None or tokenizer is None:
             return
         text = template_text(settings)

@@ -1,8 +1,8 @@
-"""Partitions as tasks of a Dask cluster: which worker builds which, and what happens when one dies.
+"""Build partitions as tasks of a Dask cluster: assign them to workers, and handle the death of a worker.
 
-The driver is `build_on_dask`; on a worker run `obstacle` and `build_there`. A task is for one worker, and a worker has
-one task at a time. So it is known which worker died with which partition, no other partition is blamed for a death, and
-a worker that is slow holds up one partition alone.
+The driver is `build_on_dask`; workers run `obstacle` and `build_there`. A task is for one worker, and a worker has one
+task at a time. So it is known which worker died with which partition, no other partition is blamed for a death, and a
+slow worker holds up only one partition.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.display.numbers import many
-from niels_gpt.engine.units import Plan
-from niels_gpt.interrupts import sigint_blocked
+from niels_gpt.engine.units import PartitionPlan
 from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.kinds.kind import kind_named, kind_of_key
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.home_recipes import units_of
 from niels_gpt.recipes.records import Outcome, cache_root
 from niels_gpt.recipes.resolve import resolve_source
@@ -39,6 +37,7 @@ from niels_gpt.recipes.units import CacheUnits
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of, own_code
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.work import Progress, sigint_blocked
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -46,9 +45,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""How long a build waits for the scheduler, for a worker while there is none, and for the answers of the first ones."""
+"""Seconds that a build waits for the scheduler, for a worker while there is none, and for the answers of the first
+ones."""
 MOST_DEATHS = 4
-"""How many workers may die with a partition before it is given up. Dask's own `allowed-failures` is one less."""
+"""Workers that may die with a partition before it is given up. Dask's own `allowed-failures` is one less."""
 _LOOK_S = 1.0  # between two looks at which workers there are
 _FETCH_S = 30.0  # for the result of a task, which is small
 _WAIT_S = 5.0  # of the first look at a worker, for the end of another build there
@@ -57,56 +57,56 @@ _SHOWN = 10  # workers or failures in a message
 _ONE_AT_A_TIME = threading.RLock()  # on a worker: the current folder is its process's, and a build takes all threads
 
 Said = tuple[str | None, str]
-"""A warning, an error or an obstacle: its code and its text."""
+"""Code and text of a warning, an error or an obstacle."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the driver sends to a worker about a cache."""
+    """Facts about a cache that the driver sends to a worker."""
 
     settings: Settings
     name: str
-    """Of the source, or the key of the cache."""
+    """Name of the source, or key of the cache."""
     plan: str
-    """The sha256 of the plan's file."""
+    """sha256 of the plan's file."""
     folder: str
-    """The current folder of the command: relative paths of the settings start there."""
+    """Current folder of the command, for relative paths in the settings."""
     probe: str
-    """The absolute path of a file in the folder of caches."""
+    """Absolute path of a file in the folder of caches."""
     token: str
-    """What is in that file."""
+    """Content of that file."""
     code: dict[str, Any]
-    """The program of the command: see `code_identity`."""
+    """Program of the command: see `code_identity`."""
     inputs: dict[str, str]
     """See `inputs_seen`."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """What became of one partition."""
+    """Result of one partition."""
 
     documents: int = 0
     tokens: int = 0
     error: Said | None = None
-    """What ended its build early."""
+    """Error that ended its build."""
     unfit: Said | None = None
-    """Why this worker cannot build it, nor any other partition."""
+    """Why this worker can build neither it nor any other partition."""
     warnings: list[Said] = field(default_factory=list)
-    """Of the build, in order."""
+    """Warnings of the build, in order."""
 
 
 def build_on_dask(
     settings: Settings, name: str, where: str, *, refresh: bool = False, progress: Progress | None = None
 ) -> Outcome:
-    """Build the partitions of a cache that are missing on the workers of a Dask cluster, and seal the cache here.
+    """Build the missing partitions of a cache on the workers of a Dask cluster, and seal the cache here.
 
-    name: of the source, or the key of the cache. where: the address of a scheduler, `tcp://HOST:PORT`, or `local:N` for
-        N processes of one thread each on this machine; a script then needs `if __name__ == "__main__":`.
+    name: of the source, or the key of the cache. where: address of a scheduler, `tcp://HOST:PORT`, or `local:N` for N
+        processes of one thread each on this machine; a script then needs `if __name__ == "__main__":`.
     refresh: see `units_of`. progress: receives documents or samples, tokens, and the tokens of both budgets (None
         without).
-    Raises: ImportError without the extra `dask`; UsageError for another `where`; CacheError E513 where no worker comes
-        or one cannot build; where partitions failed, after the others are finished, CacheError with the code of the
-        first one; the errors of `units_of` and of `seal`.
+    Raises: ImportError without the extra `dask`; UsageError for another `where`; CacheError E513 if no worker comes or
+        one cannot build; if partitions failed, after all others are finished, CacheError with the code of the first
+        failure; the errors of `units_of` and `seal`.
     """
     check_where(where)
     cache = units_of(settings, name, refresh=refresh)
@@ -120,7 +120,7 @@ def build_on_dask(
 
 
 def check_where(where: str) -> None:
-    """Raise UsageError for what is no address of Dask, and ImportError without the extra `dask`."""
+    """Raise UsageError for anything but an address of Dask, and ImportError without the extra `dask`."""
     if not (_LOCAL.fullmatch(where) or re.fullmatch(r"[a-z]+://\S+", where)):
         raise UsageError(f"--dask {where}: expected tcp://HOST:PORT, the address of a scheduler, or local:N")
     try:
@@ -130,8 +130,8 @@ def check_where(where: str) -> None:
 
 
 @contextmanager
-def work_of(settings: Settings, name: str, plan: Plan) -> Iterator[Work]:
-    """Yield what is sent to a worker; the file that it looks for is there until the end of the block."""
+def work_of(settings: Settings, name: str, plan: PartitionPlan) -> Iterator[Work]:
+    """Yield the Work for workers. The file that they look for exists until the end of the block."""
     token = secrets.token_hex(16)
     probe, path = tempfile.mkstemp(prefix=".probe-", dir=os.path.abspath(cache_root(settings)))
     try:
@@ -178,7 +178,7 @@ def _client(where: str) -> Iterator[Client]:
 
 @contextmanager
 def _quiet(level: int) -> Iterator[None]:
-    """Let Dask log nothing below a level in this process."""
+    """Silence Dask's log below a level in this process."""
     log = logging.getLogger("distributed")
     before = log.level
     log.setLevel(level)
@@ -190,39 +190,39 @@ def _quiet(level: int) -> Iterator[None]:
 
 @dataclass
 class _Build:
-    """The tasks of one build, and the workers that take them."""
+    """Tasks of one build, and the workers that take them."""
 
     client: Client
     where: str
     cache: CacheUnits
     work: Work
     waiting: deque[int]
-    """Numbers of the partitions that no worker has."""
+    """Numbers of partitions without a worker."""
     documents: int
     tokens: int
-    """Of all partitions that are finished."""
+    """Tokens of all finished partitions."""
     budget: int | None
     progress: Progress | None
     running: dict[int, tuple[Future, str]] = field(default_factory=dict)
-    """By partition: its task, and the address of its worker."""
+    """Partition -> its task, and the address of its worker."""
     fit: dict[str, bool] = field(default_factory=dict)
-    """By address, of the workers that were looked at: whether it can build."""
+    """Address -> whether this worker can build, for all workers that were examined."""
     deaths: Counter[int] = field(default_factory=Counter)
-    """By partition: how many workers died with it."""
+    """Partition -> workers that died with it."""
     failures: dict[int, Said] = field(default_factory=dict)
-    """By partition: the code and the text of its error."""
+    """Partition -> code and text of its error."""
     said: set[Said] = field(default_factory=set)
-    """Warnings of workers that were passed on: each is, once."""
+    """Warnings of workers, each passed on once."""
     changed: threading.Event = field(default_factory=threading.Event)
     """Set when a task has ended."""
     seen_at: float = field(default_factory=time.monotonic)
-    """When a worker was last there that may build."""
+    """When a worker that may build was last seen."""
 
     def run(self) -> None:
-        """Build all that wait. An error or Ctrl-C cancels the tasks that run.
+        """Build all waiting partitions. An error or Ctrl-C cancels the running tasks.
 
-        Raises: CacheError where the scheduler is gone, where one of the first workers cannot build, and where there is
-            no worker for too long; CacheError naming the partitions that failed, after the others are finished.
+        Raises: CacheError if the scheduler is gone, one of the first workers cannot build, or no worker comes for too
+            long; CacheError naming the failed partitions, after all others are finished.
         """
         try:
             while self.waiting or self.running:
@@ -243,7 +243,7 @@ class _Build:
             raise CacheError(self.cache.path, _lines([head, *told]), code=code)
 
     def _there(self) -> list[str]:
-        """Return the addresses of the workers that are there and may build. The first ones are looked at here."""
+        """Return the addresses of the workers that may build. Examines the first ones here."""
         problems: dict[str, Said] = {}
         try:
             there = list(self.client.nthreads())
@@ -291,7 +291,7 @@ class _Build:
         logger.warning("%s: left out: worker %s: %s", self.where, address, why, extra={"code": "W508"})
 
     def _start(self, there: Sequence[str]) -> None:
-        """Give a partition to each worker that has none."""
+        """Give a partition to each idle worker."""
         busy = {address for _, address in self.running.values()}
         for address in there:
             if address not in busy and self.waiting:
@@ -304,7 +304,7 @@ class _Build:
                 self.running[number] = task, address
 
     def _look_after(self, number: int, there: Sequence[str]) -> None:
-        """Take the result of a task; put the partition back where its worker has died, or cannot build."""
+        """Take the result of a task. Put the partition back if its worker has died or cannot build."""
         task, address = self.running[number]
         if task.status == "pending" and address in there:
             return
@@ -321,7 +321,7 @@ class _Build:
             self._ended(number, address, built)
 
     def _ended(self, number: int, address: str, built: Built) -> None:
-        """Pass on a build's warnings; count the partition, or note its error."""
+        """Pass on a build's warnings. Count the partition, or note its error."""
         for code, text in built.warnings:
             if (code, text) not in self.said:
                 self.said.add((code, text))
@@ -354,7 +354,7 @@ class _Build:
 
 
 def _result(task: Future, is_new: bool) -> Built | None:
-    """Return the result of a task that has ended; None where its worker has died. is_new: it was to be looked at."""
+    """Return the result of an ended task; None if its worker has died. is_new: the worker was to be examined."""
     from distributed import KilledWorker
 
     try:
@@ -374,7 +374,7 @@ def _unable(error: Exception) -> Said:
 
 
 def _told(error: Exception) -> Said:
-    """Return an error's code and message; where it has no code of its own, its class too."""
+    """Return an error's code and message, with its class if it has no code."""
     return code_of(error), str(error) if own_code(error) else f"{type(error).__name__}: {error}"
 
 
@@ -387,10 +387,10 @@ def _lines(lines: Sequence[str]) -> str:
 
 
 def build_there(work: Work, number: int, looks: bool = False) -> Built:
-    """Build a partition in a task of Dask. looks: look first whether this worker can.
+    """Build a partition in a task of Dask. looks: first examine whether this worker can.
 
-    An error of the build is returned as text: its class may be unknown to the driver. Where the task is cancelled the
-    build stops, and the next build of the partition resumes it.
+    Returns an error of the build as text, because its class may be unknown to the driver. A cancelled task stops its
+    build, and the next build of the partition resumes it.
     """
     from distributed import get_worker
 
@@ -456,9 +456,9 @@ def _obstacle(work: Work) -> Said | None:
 
 
 def inputs_seen(settings: Settings, name: str) -> dict[str, str]:
-    """Return what this machine sees of a build's inputs, by their role: equal on machines that see the same.
+    """Return the inputs of a build that this machine sees, by their role, to compare machines.
 
-    The files of the source count by name and size alone: reading them may take hours.
+    Files of the source count by name and size alone: reading them may take hours.
     Raises: the errors of `resolve_source` and `read_exclusion`.
     """
     home = next((home for home in home_recipes() if name in home.recipes), None)
@@ -481,7 +481,7 @@ def _differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _collected_warnings() -> Iterator[list[Said]]:
-    """Yield a list that receives the warnings that the package logs in the block."""
+    """Yield a list that receives the package's warnings in the block."""
     found: list[Said] = []
 
     class _Keep(logging.Handler):

@@ -1,8 +1,8 @@
-"""Disk space: what a build needs at least, what is free, and when a build is refused for lack of it.
+"""Bound the disk space of a build from below, and refuse a build without room.
 
-The bound comes from the sizes of files and from token budgets. A token is taken to stand for eight bytes of text at
-most, and takes two bytes, in a vocabulary of more than 65,536 ids four. Prose takes about twice the
-bound. Packed files count with their packed size.
+The bound comes from the sizes of files and from token budgets. A token stands for at most eight bytes of text, and
+takes two bytes, or four in a vocabulary of more than 65,536 ids. Prose takes about twice the bound. Packed files count
+with their packed size.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ALL_TEXT = (".parquet", ".md", ".txt")  # other files have rows: names, and fie
 
 
 def needed_bytes(settings: Settings, source: ResolvedSource, vocab_size: int | None) -> int:
-    """Return the bytes of disk that a build of the source's cache takes at least. Opens no file, never asks the hub.
+    """Return a lower bound of the disk bytes for a build of the source's cache. Opens no file, never asks the hub.
 
-    vocab_size: of the tokenizer; None: not known, so that a token has two bytes.
+    vocab_size: of the tokenizer; None if unknown: a token takes two bytes.
     """
     if source.stub:
         return 0
@@ -43,13 +43,13 @@ def needed_bytes(settings: Settings, source: ResolvedSource, vocab_size: int | N
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that may be written to a folder, which need not exist yet."""
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
     return shutil.disk_usage(existing).free
 
 
 def unfinished_bytes(path: Path, fingerprint: str = "*") -> int:
-    """Return the bytes that unfinished builds of a cache, and its partitions, have written already.
+    """Return the bytes that unfinished builds of a cache and its partitions have written.
 
     fingerprint: of the recipe whose partitions count; * for the partitions of all plans.
     """
@@ -63,9 +63,9 @@ def unfinished_bytes(path: Path, fingerprint: str = "*") -> int:
 
 
 def refuse_without_room(settings: Settings, cache_dir: Path, needs: dict[str, int], written: int = 0) -> None:
-    """Raise NoRoomError where builds do not fit.
+    """Raise NoRoomError if builds do not fit on the disk.
 
-    cache_dir: of the settings' caches. needs: the least bytes of each cache that is built, by key. written: bytes that
+    cache_dir: of the settings' caches. needs: least bytes of each cache to build, by key. written: bytes that
         unfinished builds of them have written already.
     """
     room, least = free_bytes(cache_dir) + written, sum(needs.values())
@@ -78,7 +78,7 @@ def refuse_without_room(settings: Settings, cache_dir: Path, needs: dict[str, in
 
 
 def _text_bytes(path: Path) -> int:
-    """Return the bytes of text in a file, at least."""
+    """Return a lower bound of the bytes of text in a file."""
     about = path.stat()
     if is_sparse(about):  # it is refused when it is read
         return 0

@@ -1,4 +1,4 @@
-"""The family pretrain: documents -> pretrain/NAME or one of its partitions."""
+"""The family pretrain: build documents to pretrain/NAME, or to one of its partitions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.build_pretrain import BUDGET_RULE, FRACTION_RULE, build_pretrain, build_stub
+from niels_gpt.cache.joining import warn_of_empty_val
 from niels_gpt.data.local import LocalFiles, iter_documents, open_files
-from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
+from niels_gpt.data.spec import LoadRequest, Part, SourceSpec
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.family import Family, Job
 from niels_gpt.recipes.records import TOKENIZER_KEY, cache_root
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Documents(Family):
-    """Documents -> pretrain/NAME."""
+    """Family of caches of documents."""
 
     name = kind = "pretrain"
     title, holds = "Token cache", "text"
@@ -49,7 +50,8 @@ class Documents(Family):
     # --- settings that decide bytes ---
 
     def recipe(self, settings: Settings, reads: Sequence[str], tokenizer: FullTokenizer | None) -> dict[str, Any]:
-        """As Family; without a token before documents where there is none, so that older caches stay as they are."""
+        """Return the settings that decide bytes. Without a token before documents, leave its setting out, so that
+        caches from before the setting stay current."""
         chosen = super().recipe(settings, reads, tokenizer)
         start = chosen.pop("document_start", None)
         if start not in (None, "none") and (tokenizer is None or document_start(tokenizer, start) is not None):
@@ -57,8 +59,8 @@ class Documents(Family):
         return chosen
 
     def compared(self, recipe: dict[str, Any], tokenizer: FullTokenizer | None) -> dict[str, Any]:
-        """As Family; of the tokens around documents their ids. With the sentinel at the end, or with no token there, it
-        has the names of before there were others, so that older caches stay current."""
+        """Replace the tokens around documents by their ids. For the sentinel or no token at the end, use the key
+        `append_eot` from before there were other choices, so that older caches stay current."""
         recipe = dict(recipe)
         if (choice := recipe.pop("document_end", None)) is not None:
             recipe |= _known_end(tokenizer, choice)
@@ -69,13 +71,13 @@ class Documents(Family):
     # --- checks before a build ---
 
     def check(self, settings: Settings, spec: SourceSpec) -> None:
-        """Raise ValueError for a share of val that no cache can have."""
+        """Raise ValueError for a share of val below 0, or of 1 and more."""
         name = spec.val_frac
         if name and not 0 <= getattr(settings, name) < 1:
             raise ValueError(f"{name} is {getattr(settings, name)}; expected at least 0 and less than 1")
 
     def check_tokenizer(self, settings: Settings, spec: SourceSpec, tokenizer: FullTokenizer, where: Path) -> None:
-        """Raise CacheError E102 for a token around documents that the tokenizer does not have."""
+        """Raise CacheError E102 for a token around documents that the tokenizer lacks."""
         if not spec.has_documents:
             return
         try:
@@ -88,7 +90,7 @@ class Documents(Family):
     # --- building ---
 
     def build(self, request: Request, job: Job) -> dict[str, Any]:
-        """As Family. Raises: as `build_pretrain`."""
+        """Build the cache, or one partition; a stub if the source is not asked for."""
         settings, spec = request.settings, request.source.spec
         assert request.tokenizer is not None
         common: dict[str, Any] = {
@@ -126,18 +128,10 @@ class Documents(Family):
         )
 
     def warn(self, request: Request, meta: Mapping[str, Any]) -> None:
-        """Log that documents begin without what the tokenizer's post-processor writes before a text, where the settings
-        do not say how they begin."""
-        if (
-            "partitions" not in meta
-            and meta["built"]
-            and request.source.spec.split_rule is None
-            and meta["val_frac"]
-            and not meta["val_tokens"]
-        ):
-            distinct = meta["docs"]["train"] - meta["duplicates"]["train"]
-            text = "%s: val is empty: too few distinct texts (%d)"
-            logger.warning(text, request.path, distinct, extra={"code": "W308"})
+        """Log an empty val (W308), and documents that begin without the token that the tokenizer's post-processor
+        writes, unless the settings say how they begin (W414)."""
+        if "partitions" not in meta and meta["built"] and meta["val_frac"] and request.source.spec.split_rule is None:
+            warn_of_empty_val(request.path, meta, meta["docs"]["train"] - meta["duplicates"]["train"])
         if request.settings.document_start is not None or not request.source.spec.has_documents or request.source.stub:
             return
         assert request.tokenizer is not None

@@ -1,4 +1,4 @@
-"""Garbage collection: which versions, unfinished builds and leftovers of killed processes are removed."""
+"""Collect garbage in a folder of caches: old versions, unfinished builds, leftovers of killed processes."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ from niels_gpt.recipes.records import recorded_recipe
 from niels_gpt.recipes.unit_plans import is_of_seal
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import walked
-from niels_gpt.storage.leftovers import Leftover, leftovers, removable, versions_below
 from niels_gpt.storage.locks import OPEN, unless_held
 from niels_gpt.storage.versions import (
     BUILDING,
     JOURNAL_SUFFIX,
     PARTITIONS,
     PLAN_NAME,
+    Leftover,
     build_lock,
     discard,
     is_plan,
+    leftovers,
     refuse_if_building,
     refuse_if_partition_is_built,
+    removable,
     version_name,
+    versions_below,
 )
 
 _WEEK_S = 7 * 24 * 3600
 FAILED = "could not remove"
-"""Begins the line of a piece that could not be removed."""
+"""Beginning of the line of a piece that could not be removed."""
 
 
 def collect(cache_dir: Path, *, dry_run: bool, unsealed: bool = False) -> Iterator[str]:
-    """Remove what the caches in a folder no longer need; yields a line for each piece, with its size and the reason.
+    """Remove the pieces that the caches in a folder no longer need. Yields a line for each, with size and reason.
 
-    dry_run: remove nothing, and write nothing. unsealed: remove the newest partitions of a cache too; else they stay
-    for a week after the last one was finished, because the next task of a job may go on with them.
-    A cache that is being built is left alone, and its line names the
-    builder; so are the partitions of a cache while one is being built. A version that a reader has open is kept,
-    and every version where the file system has no locks; files that no cache wrote (`storage.leftovers.leftovers`) are
-    left alone. Links are not followed. A piece that cannot be removed has a line that begins with FAILED; the other
-    caches are still processed.
+    dry_run: remove and write nothing. unsealed: remove the newest partitions of a cache too. Otherwise they stay for a
+        week after the last one was finished, because the next task of a job may continue with them.
+    Leaves alone: a cache that is being built, and all its partitions while one is built; a version that a reader has
+    open, and every version on a file system without locks; files that no cache wrote (`storage.versions.leftovers`).
+    Follows no link. A piece that cannot be removed has a line that begins with FAILED, and the other caches are still
+    processed.
     Raises: FileNotFoundError if the folder does not exist.
     """
     if not cache_dir.is_dir():
@@ -73,7 +75,7 @@ def collect(cache_dir: Path, *, dry_run: bool, unsealed: bool = False) -> Iterat
 
 
 def _explained(pieces: list[Leftover]) -> list[Leftover]:
-    """Return the pieces; of each unfinished build that no build of this version resumes, say so."""
+    """Return the pieces; the reason of an unfinished build says if this version of the program cannot resume it."""
     others = {
         piece.path.with_suffix("")
         for piece in pieces
@@ -97,14 +99,14 @@ def wanted_plan(cache: Path) -> Path | None:
 
 
 def _bytes_below(path: Path) -> int:
-    """Return the bytes of a file or link, or of all files in a folder. Links are not followed."""
+    """Return the bytes of a file or link, or of all files in a folder. Follows no link."""
     if path.is_dir() and not path.is_symlink():
         return sum(about.st_size for _, _, about in walked(path) if not stat.S_ISDIR(about.st_mode))
     return path.lstat().st_size
 
 
 def _remove(piece: Leftover, kept: Path | None, dry_run: bool) -> str:
-    """Remove a piece, unless it is `kept`, the folder of a plan; return its line."""
+    """Remove a piece, unless it is `kept`, the folder of a plan. Returns its line."""
     # A reader that resolves the public link holds the version a moment later. If gc runs in between, that version is
     # the committed one, which stays, unless two builds are committed in that moment as well. Such a reader fails at
     # the first missing file; that is accepted.

@@ -1,6 +1,6 @@
-"""The recipes that a home adds: the class of the object at its place in the table of homes (kinds/homes.py).
+"""Recipes that a home adds: the object at its place in the table of homes (kinds/homes.py) is a HomeRecipes.
 
-Also the units of a cache of any kind, for the drivers: by hand, here, Dask, Dagster.
+Also finds the units of a cache of any kind, for commands, Dask and Dagster.
 """
 
 from __future__ import annotations
@@ -22,28 +22,32 @@ Recipe = Callable[..., Outcome]
 
 @dataclass(frozen=True)
 class HomeRecipes:
-    """Recipes of caches that no source of the table is resolved for. They are built after all others."""
+    """Recipes of caches that no source of the table feeds. They are built after all others."""
 
     recipes: Mapping[str, Recipe]
-    """Of its built-in caches, by key."""
+    """Recipes of its built-in caches, by key."""
     action: Callable[[Settings, str, FullTokenizer | None], tuple[str, str]]
-    """What a build of a key would do, and from what. The tokenizer is the caches' own; None: not there yet."""
+    """Returns what a build of a key would do, and its source. The tokenizer is the folder's; None if there is none yet.
+    """
     settings_fingerprint: Callable[[Settings, str], str]
-    """Twelve hex digits of the settings that decide the bytes of a key; no file is looked at."""
+    """Twelve hex digits of the settings that decide the bytes of a key. Looks at no file."""
     left_out: Callable[[Settings], LeftOut | None]
-    """Why none of them can be built; None where they can. A build of all caches leaves them out, with a warning."""
+    """Why none of them can be built; None if they can. A build of all caches leaves them out, with a warning."""
     takes_tokenizer: Callable[[Settings], bool]
-    """Whether they are built with the caches' own tokenizer, which must have the sentinels."""
+    """Whether they are built with the folder's tokenizer, which must have the sentinels."""
     source: Callable[[Settings], str | None]
-    """The name of the source that they are made from; None for files that are not observed."""
+    """Name of their source; None for files that are not observed."""
     units: Mapping[str, Callable[..., CacheUnits]] = field(default_factory=dict)
-    """The class of the units of a cache, by key; called as `units_of`, without a key."""
+    """Class of the units of a cache, by key; called like `units_of`, without a key."""
 
 
 def units_of(
     settings: Settings, key: str, *, refresh: bool = False, observed: str | None = None, fixes: bool = True
 ) -> CacheUnits:
-    """Return the units of a cache. key: or, of text, the name of the source. Others, Raises: as `Units`."""
+    """Return the units of a cache. key: of the cache, or the name of a source of text.
+
+    refresh, observed, fixes: as in `Units`, whose errors it raises.
+    """
     of_homes = {key: made for home in home_recipes() for key, made in home.units.items()}
     how: dict[str, Any] = {"refresh": refresh, "observed": observed, "fixes": fixes}
     return of_homes[key](settings, **how) if key in of_homes else Units(settings, key.rpartition("/")[2], **how)

@@ -1,4 +1,4 @@
-"""Every recipe by its key, what a run would do, and the fingerprint of a source as it is now."""
+"""List every recipe by its key, say what a run would do, and find the current fingerprint of a source."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.data.sources import SOURCES
-from niels_gpt.data.trees import TREES
+from niels_gpt.data.sources import SOURCES, TREES
 from niels_gpt.display.numbers import number_of
 from niels_gpt.engine.journal import identity_of
 from niels_gpt.engine.meta import OF_ANOTHER_VERSION, is_of_this_version
-from niels_gpt.engine.units import Plan as PlanOfUnits
-from niels_gpt.engine.units import states_of
+from niels_gpt.engine.units import PartitionPlan, states_of
 from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.kinds.kind import units_of_key
 from niels_gpt.recipes.disk import needed_bytes
@@ -48,9 +46,9 @@ RECIPES: dict[str, Recipe] = {
     for spec in (*SOURCES.values(), *TREES.values())
     if family_named(spec.family) is not None
 }
-"""The built-in caches by key, in the order in which build-all builds them, after the tokenizer: `ensure_tokenizer`."""
+"""Built-in caches by key, in the order in which build-all builds them, after the tokenizer: `ensure_tokenizer`."""
 HOME_OF: dict[str, HomeRecipes] = {key: home for home in home_recipes() for key in home.recipes}
-"""By key, the home that adds the recipe of a cache. These are built last, where nothing says why they are left out."""
+"""Key -> home that adds its recipe. These are built last, unless the home says why they are left out."""
 _MAX_JOURNAL_BYTES = 1 << 28
 
 
@@ -61,20 +59,22 @@ class Plan:
     key: str
     """tokenizer, pretrain/NAME, sft/NAME, trees/NAME, rollouts/NAME, eagle3/draft_vocab or eagle3/targets."""
     action: str
-    """up to date, build (and how far an unfinished one is), stub, copy, download, train, or why it is left out by a
-    build of all, or cannot be built."""
+    """up to date, build (and how far an unfinished one is), stub, copy, download, train, or why a build of all leaves
+    it out, or why it cannot be built."""
     source: str
-    """Where the text comes from."""
+    """Origin of the text."""
     disk_bytes: int
-    """Disk that the new version needs while it is built, at least: a build that has less room is refused. 0 where
-    nothing is built, for a tokenizer that is not there yet, and for eagle3, whose need is checked once its chats are
-    tokenized."""
+    """Disk that the new version needs at least while it is built: a build with less room is refused. 0 if nothing is
+    built, for a tokenizer that is not there yet, and for eagle3, whose need is checked once its chats are tokenized."""
     note: str = ""
-    """What to know of it before it is built; "" for nothing."""
+    """Warning before the build; "" for none."""
 
 
 def recipes(settings: Settings) -> dict[str, Recipe]:
-    """Return RECIPES and, after them, those of the user-defined sources. Raises: as `user_sources`."""
+    """Return RECIPES, then the recipes of the user-defined sources.
+
+    Raises: ValueError or UsageError for a malformed source; FileNotFoundError for a missing `sources_file`.
+    """
     found = dict(RECIPES)
     for user in user_sources(settings).values():
         if family_named(user.family) is not None:  # else the package of its caches is not installed
@@ -83,25 +83,26 @@ def recipes(settings: Settings) -> dict[str, Recipe]:
 
 
 def every_recipe(settings: Settings) -> dict[str, Recipe]:
-    """Return the recipe of every cache but the tokenizer, in build order, also of one that a build of all leaves out.
+    """Return the recipe of every cache but the tokenizer, in build order, even if a build of all leaves it out.
 
-    Each is called with settings, refresh, observed and progress. Raises: as `user_sources`.
+    Each takes settings, refresh, observed and progress.
+    Raises: ValueError or UsageError for a malformed source; FileNotFoundError for a missing `sources_file`.
     """
     return recipes(settings) | {key: home.recipes[key] for key, home in HOME_OF.items()}
 
 
 def every_key(settings: Settings) -> list[str]:
-    """Return the keys of all caches of the settings, in build order: what a build of all, and Dagster, materialize."""
+    """Return the keys of all caches of the settings, in the order of a build of all caches and of Dagster."""
     return [TOKENIZER_KEY, *every_recipe(settings)]
 
 
 def needs_tokenizer(settings: Settings, key: str) -> bool:
-    """Whether a cache of these settings is built with the tokenizer."""
+    """Return whether a cache of these settings is built with the tokenizer."""
     return HOME_OF[key].takes_tokenizer(settings) if key in HOME_OF else not needs_no_tokenizer(key)
 
 
 def needs_no_tokenizer(key: str) -> bool:
-    """Whether a cache is encoded with no tokenizer: ids of recorded rollouts are stored as they are."""
+    """Return whether a cache is built without a tokenizer: ids of recorded rollouts are stored as they are."""
     family = family_named(key)
     return family is not None and not family.takes_tokenizer
 
@@ -120,8 +121,8 @@ def plan(settings: Settings, keys: list[str]) -> list[Plan]:
 def settings_fingerprint(settings: Settings, key: str, tokenizer: FullTokenizer | None = None) -> str:
     """Return twelve hex digits of the settings that decide the bytes of `key`, and of the builder's version.
 
-    The parts of `recipe_fingerprint` that are known without reading a source, --exclude left out; tokenizer: None: not
-    known either. A chat template that cannot be read counts as none: the build reports it.
+    Covers the parts of `recipe_fingerprint` that are known without reading a source, except --exclude. tokenizer: None
+    if unknown too. A chat template that cannot be read counts as none: the build reports it.
     """
     if key in HOME_OF:
         return HOME_OF[key].settings_fingerprint(settings, key)
@@ -150,7 +151,7 @@ def _fingerprint(settings: Settings, key: str, tokenizer: FullTokenizer | None, 
 
 
 def _reads(settings: Settings, key: str) -> tuple[str, ...]:
-    """Return the settings that decide the bytes of `key`."""
+    """Return the names of the settings that decide the bytes of `key`."""
     if key in TREES:
         return TREES[key].settings
     name = key.rpartition("/")[2]
@@ -164,10 +165,10 @@ def built_at(settings: Settings, key: str) -> float:
 
 
 def observe(settings: Settings, key: str) -> tuple[dict[str, Any], str | None]:
-    """Return the provenance of the source of the cache `key` as it is now, and a warning or None.
+    """Return the current provenance of the source of the cache `key`, and a warning or None.
 
-    Reads every file of the source, or asks the hub for its newest revision. Where the hub cannot be reached, the
-    provenance is that of the committed cache, and the warning says so.
+    Reads every file of the source, or asks the hub for its newest revision. If the hub cannot be reached, returns the
+    provenance of the committed cache, with a warning.
     Raises: FileNotFoundError; ConnectionError without a hub and without a committed cache.
     """
     source = resolve_source(settings, key)
@@ -182,7 +183,7 @@ def observe(settings: Settings, key: str) -> tuple[dict[str, Any], str | None]:
 
 
 def _plan_of(settings: Settings, key: str, tokenizer: FullTokenizer | None) -> Plan:
-    """tokenizer: None for one that is not there yet."""
+    """tokenizer: None if there is none yet."""
     if key in HOME_OF:
         return Plan(key, *HOME_OF[key].action(settings, key, tokenizer), 0)
     try:
@@ -218,8 +219,8 @@ def _plan_of(settings: Settings, key: str, tokenizer: FullTokenizer | None) -> P
     return Plan(key, action, where, need, note)
 
 
-def _found(inputs: Inputs) -> tuple[bool, PlanOfUnits | None]:
-    """Return whether the committed cache is current, and the plan of units that a build would use; None without one."""
+def _found(inputs: Inputs) -> tuple[bool, PartitionPlan | None]:
+    """Return whether the committed cache is current, and the plan of units for a build; None without one."""
     source = inputs.source
     if source.is_partitioned(inputs.settings):
         found = recorded_units(inputs, listing_of(source))
@@ -232,7 +233,7 @@ def _found(inputs: Inputs) -> tuple[bool, PlanOfUnits | None]:
     return is_current(request.path, request.fingerprint), None
 
 
-def _states(key: str, plan: PlanOfUnits) -> str:
+def _states(key: str, plan: PartitionPlan) -> str:
     """Return how many units of a plan are in which state."""
     units = units_of_key(key)
     assert units is not None
@@ -242,9 +243,9 @@ def _states(key: str, plan: PlanOfUnits) -> str:
 
 
 def _unfinished(path: Path) -> str:
-    """Return what there is of unfinished builds of a cache, and how many documents the most advanced one has read.
+    """Return a text about unfinished builds of a cache, with the documents that the most advanced one has read.
 
-    Whether a run resumes it is known only when its source is read.
+    Only a read of the source tells whether a run resumes it.
     """
     most, others = 0, 0
     for journal in versions_dir(path).glob(f"{BUILDING}-*{JOURNAL_SUFFIX}/{JOURNAL_NAME}"):
@@ -260,7 +261,7 @@ def _unfinished(path: Path) -> str:
 
 
 def _documents(line: bytes) -> int | None:
-    """Return the number of documents in a line of a journal; None in a damaged line, and in the first."""
+    """Return the number of documents in a line of a journal; None for a damaged line, and for the first."""
     if line[:9] != f"{zlib.crc32(line[9:]):08x} ".encode():
         return None
     try:

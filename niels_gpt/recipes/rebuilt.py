@@ -1,6 +1,6 @@
-"""What is said of a cache that replaces another version: documents that moved to val, an exclusion that ended.
+"""Warn when a new version replaces another: documents moved to val, or an exclusion ended.
 
-The version before is the one that recipe.json names. Where `gc` has removed it, nothing is said.
+The version before is the one in recipe.json. If `gc` has removed it, nothing is logged.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from niels_gpt.storage.versions import VERSION_DIGITS, versions_dir
 logger = logging.getLogger(__name__)
 
 _SURELY_MANY = 100_000
-"""Documents from which on no split moves its nearest one: see TextSplit."""
+"""From this many documents on no split moves its nearest one: see TextSplit."""
 
 
 def warn_of_changes(settings: Settings, key: str, path: Path, recorded: Mapping[str, Any]) -> None:
-    """Log what readers of the version before have to know of the one that was just committed at `path`.
+    """Log how the version just committed at `path` differs for readers of the version before.
 
-    recorded: the recipe.json of the version before; {} where there was none.
+    recorded: recipe.json of the version before; {} without one.
     """
     name, folder = recorded.get("version"), resolved(path)
     if not isinstance(name, str) or not re.fullmatch(rf"[0-9a-f]{{{VERSION_DIGITS}}}", name) or name == folder.name:
@@ -56,7 +56,7 @@ def warn_of_changes(settings: Settings, key: str, path: Path, recorded: Mapping[
 
 
 def _may_have_moved(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether a document can be in train of one version and in val of the other: the rule of the split decides."""
+    """Return whether a document can be in train of one version and in val of the other, by the rule of the split."""
     if old.get("built") is False or new.get("built") is False:
         return False
     of_both = [(meta.get("split_rule"), meta.get("seed"), asked_share(meta)) for meta in (old, new)]

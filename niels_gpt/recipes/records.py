@@ -1,7 +1,7 @@
-"""What the folder of caches knows of its builds: which recipe made a cache, and whether it is current; their runs.
+"""Record in the folder of caches which recipe made a cache, and its runs; decide whether a cache is current.
 
-Beside a cache stands recipe.json, the record of the recipe that made the committed version; in .runs/ a line for each
-build, with what differs from run to run (D10).
+recipe.json beside a cache records the recipe of the committed version. .runs/ has a line for each build, with the
+values that differ from run to run (D10).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from niels_gpt.storage.versions import RECIPE_NAME, public_path, versions_dir
 
 TOKENIZER_KEY = "tokenizer"
 RUNS_DIR = ".runs"
-"""In the cache folder: one line of JSON for each build. Times are here and not in meta.json (D10)."""
+"""In the folder of caches: a line of JSON for each build. Times stand here and not in meta.json (D10)."""
 _MOST_LISTED = 1 << 20  # characters of the entries of --exclude that are recorded, to be compared with another list
 _FOLDERS = re.compile(r"(?:(?<=^)|(?<=[=;,:\s]))(?:~|/)[^;,]*/(?=[^;,])")  # of absolute paths in a setting
 _RUNS_BYTES = 1 << 20  # read from the end of a file of runs
@@ -81,44 +81,44 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one recipe did."""
+    """Result of one recipe."""
 
     key: str
     """tokenizer, pretrain/NAME, sft/NAME, trees/NAME, rollouts/NAME or eagle3/targets."""
     path: Path
-    """The public folder."""
+    """Public folder."""
     meta: dict[str, Any]
-    """Its meta.json."""
+    """Content of meta.json."""
     reused: bool
-    """True where the committed cache was current and nothing was built."""
+    """Whether the committed cache was current, so that nothing was built."""
     seconds: float
-    """Wall time, the check whether the cache is current included."""
+    """Wall time, with the check whether the cache is current."""
     peak_bytes: int | None
-    """Peak resident memory of this process during the recipe; None where the system does not report it."""
+    """Peak resident memory of this process during the recipe; None if the system does not report it."""
     fingerprint: str
-    """Of the recipe: settings read, tokenizer, source, format."""
+    """Of the recipe: settings, tokenizer, source, format."""
     engine: str | None = None
-    """What encoded, of Engine.name; None for a tokenizer and where nothing was built."""
+    """Name of the Engine that encoded; None for a tokenizer, and if nothing was built."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of train and val together, or of eagle3/targets; 0 for a tokenizer and a stub."""
+        """Tokens of train and val, or of eagle3/targets; 0 for a tokenizer and a stub."""
         totals = self.meta.get("totals") or {}
         return int(totals.get("tokens", sum(totals.get(f"{split}_tokens", 0) for split in SPLITS)))
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None where nothing was tokenized, or where no time is recorded."""
+        """None if nothing was tokenized or no time is recorded."""
         return self.tokens / self.seconds if self.tokens and self.seconds > 0 and not self.reused else None
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all files that meta.json names; of eagle3/targets, whose shards it only counts, its own figure."""
+        """Bytes of all files that meta.json names; for eagle3/targets, which only counts its shards, its own figure."""
         return int(self.meta.get("disk_bytes", sum(record["bytes"] for record in file_records(self.meta))))
 
 
 def cache_root(settings: Settings) -> Path:
-    """Return the folder that the caches are written to: the sample has its own (D20)."""
+    """Return the folder of caches. The sample has a folder of its own (D20)."""
     root = Path(settings.cache_dir)
     return root / "sample" if settings.source_root == "sample" else root
 
@@ -138,7 +138,7 @@ def recorded_recipe(path: Path) -> dict[str, Any]:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the last record of a recipe, whatever version is committed; {} without one."""
+    """Return the last record of a recipe, for any version; {} without one."""
     try:
         return parse_object(read_regular(versions_dir(path) / RECIPE_NAME))
     except (FileNotFoundError, ValueError):
@@ -146,7 +146,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def is_committed(path: Path, fingerprint: str) -> bool:
-    """Whether the committed cache is of this recipe, with a good meta.json; its other files may be damaged."""
+    """Return whether the committed cache is of this recipe, with a good meta.json. Looks at no other file."""
     recipe, meta_path = recorded_recipe(path), path / META_NAME
     if recipe.get("fingerprint") != fingerprint or not meta_path.is_file():
         return False
@@ -158,7 +158,7 @@ def is_committed(path: Path, fingerprint: str) -> bool:
 
 
 def is_current(path: Path, fingerprint: str) -> bool:
-    """Whether the committed cache is of this recipe and its files have the sizes in its meta.json (D12)."""
+    """Return whether the committed cache is of this recipe, and its files have the sizes in meta.json (D12)."""
     if not is_committed(path, fingerprint):
         return False
     version, meta_path = resolved(path), path / META_NAME
@@ -177,11 +177,12 @@ def fingerprint_by_list(
     fingerprint_of: Callable[[Exclusion | None], str],
     named: Callable[[Exclusion], Iterable[str]] | None,
 ) -> str:
-    """Return a recipe's fingerprint by the list of --exclude; by the list of the committed cache, where the cache is
-    current but for it, and no entry that is in one of the two lists alone names anything in the source.
+    """Return a recipe's fingerprint with the list of --exclude.
 
-    fingerprint_of: called with a list, None for none. named: reads the source, and yields the entries of a list that
-    name something; None: it is not read for this, so that any change of the list counts.
+    A changed list does not make a cache stale if it changes nothing: if the cache is current by its own list, and no
+    entry that only one of the two lists has names anything in the source, the fingerprint is by the cache's list.
+    fingerprint_of: called with a list; None for no list. named: reads the source and yields the entries of a list that
+        name something; None: read nothing, so that any change of the list counts.
     """
     now = None if settings.exclude is None else read_exclusion(settings.exclude)
     recorded = recorded_recipe(path).get("exclude")
@@ -200,7 +201,7 @@ def fingerprint_by_list(
 def record_recipe(
     settings: Settings, path: Path, fingerprint: str, source: dict[str, Any], meta: dict[str, Any], **more: Any
 ) -> None:
-    """Record the recipe of the committed version at `path`. source: its provenance; meta: of that version."""
+    """Record the recipe of the committed version at `path`. source: its provenance. meta: of that version."""
     listed = [] if settings.exclude is None else sorted(read_exclusion(settings.exclude).entries)
     if 0 < sum(map(len, listed)) <= _MOST_LISTED:
         more["exclude"] = listed
@@ -227,7 +228,7 @@ def finish(
     fingerprint: str,
     engine: str | None = None,
 ) -> Outcome:
-    """Return the outcome of a recipe; a build is appended to <cache>/.runs/KEY.jsonl."""
+    """Return the outcome of a recipe. Appends a line to <cache>/.runs/KEY.jsonl for a build."""
     outcome = Outcome(key, path, meta, reused, measurement.seconds, measurement.peak_bytes, fingerprint, engine)
     if reused:
         return outcome
@@ -247,7 +248,7 @@ def finish(
 
 
 def append_run(root: Path, key: str, line: Mapping[str, Any]) -> None:
-    """Append a line to the runs of a cache. Raises: CacheError E205 for a link, and where they have no folder."""
+    """Append a line to the runs of a cache. Raises: CacheError E205 for a link, or if the folder of runs is none."""
     runs = runs_file(root, key)
     path_inside(resolved(root), f"{RUNS_DIR}/{runs.name}")  # refuses a link that leads outside
     if runs.parent.exists() and not runs.parent.is_dir():
@@ -265,9 +266,9 @@ def runs_file(root: Path, key: str) -> Path:
 
 
 def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
-    """Return the outcome that built each committed cache in `root`, and by key the error of each damaged meta.json.
+    """Return the outcome of each committed cache in `root`, and the error of each damaged meta.json by key.
 
-    A cache that was copied here has no line in .runs/: its seconds are nan and its fingerprint is empty.
+    A cache that was copied here has no line in .runs/: its seconds are nan, and its fingerprint is empty.
     Raises: FileNotFoundError if there is no cache.
     """
     known = [key.rstrip("/") for kind in kinds() for key in kind.keys if key.endswith("/")]  # of other packages too
@@ -296,9 +297,9 @@ def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
 
 
 def made_by(cache: Path) -> str | None:
-    """Return the command that built a cache, by the record of its last run, without the folders of this machine.
+    """Return the command of the last recorded run of a cache, without folders of this machine.
 
-    None: no run is recorded, or that run made another version.
+    Returns None if no run is recorded, or it made another version.
     """
     meta, public = listed_meta(cache), public_path(resolved(cache)) or cache.absolute()
     key = TOKENIZER_KEY if public.name == TOKENIZER_KEY else f"{public.parent.name}/{public.name}"
@@ -311,7 +312,7 @@ def made_by(cache: Path) -> str | None:
 
 
 def _newest_run(root: Path, key: str) -> dict[str, Any]:
-    """Return the last whole line of the runs of `key`; {} without one in the last megabyte."""
+    """Return the last whole line of the runs of `key`; {} if the last megabyte has none."""
     try:
         with open(open_regular(path_inside(resolved(root), f"{RUNS_DIR}/{runs_file(root, key).name}")), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _RUNS_BYTES))

@@ -1,9 +1,10 @@
-"""Request: a cache as the settings ask for it. What decides its bytes is looked up once; every later step takes it.
+"""Describe a cache as the settings request it. Everything that decides its bytes is looked up once, for all later
+steps.
 
-inputs = Inputs.of(settings, source)     the source, and the tokenizer, which is made if it is not there
-request = inputs.found(...)              with the source's provenance, and the fingerprint of everything
+inputs = Inputs.of(settings, source)     the source and the tokenizer, which is made if absent
+request = inputs.found(...)              adds the source's provenance, and the fingerprint of everything
 request.current_meta()                   the committed cache, if it is of this request
-build_whole(settings, source, ...)       that, or a build, recorded
+build_whole(settings, source, ...)       that cache, or a recorded build
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from niels_gpt.data.exclude import Exclusion, read_exclusion
 from niels_gpt.engine.journal import sealed_builds, unfinished_builds
 from niels_gpt.engine.meta import BUILDER_VERSIONS, Source
 from niels_gpt.engine.units import discard_plan, plans_of
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.disk import needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.family import Family, Job, family_of
 from niels_gpt.recipes.rebuilt import warn_of_changes
@@ -62,27 +62,29 @@ from niels_gpt.storage.versions import (
 )
 from niels_gpt.tokenizers.engine import engine_name
 from niels_gpt.tokenizers.protocol import FullTokenizer
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a cache is made from, before it is known which text the source holds."""
+    """Inputs of a cache, before the text of the source is known."""
 
     settings: Settings
     source: ResolvedSource
     tokenizer: FullTokenizer | None = None
-    """To encode with; None for a family without one, and in a plan for one that is not there yet."""
+    """Encodes the text; None for a family without one, and in a plan if it is not there yet."""
     made: Outcome | None = None
-    """Where the tokenizer is, and its meta: installed, or staged until the cache is committed."""
+    """Place and meta of the tokenizer: installed, or staged until the cache is committed."""
 
     @classmethod
     def of(cls, settings: Settings, source: ResolvedSource, *, refresh: bool = False) -> Inputs:
-        """Return the inputs of a source's cache. Its tokenizer is made first, where there is none.
+        """Return the inputs of a source's cache. Makes the tokenizer first if it is absent.
 
-        refresh: ask the hub for the newest revision of a tokenizer that is named by its id.
-        Raises: as `stage_tokenizer` and `tokenizer_for`; ValueError for settings that no such cache can have.
+        refresh: ask the hub for the newest revision of a tokenizer named by its id.
+        Raises: ValueError for settings that no such cache can have; the errors of `stage_tokenizer` and
+            `tokenizer_for`.
         """
         apply_lock_setting(cache_root(settings), settings.lock)
         check_settings(settings, source)
@@ -93,27 +95,27 @@ class Inputs:
 
     @property
     def key(self) -> str:
-        """Of the cache: FAMILY/NAME."""
+        """Key of the cache: FAMILY/NAME."""
         return self.source.spec.key
 
     @property
     def family(self) -> Family:
-        """How caches of its family are built."""
+        """Family of the cache."""
         return self.source.family
 
     @property
     def root(self) -> Path:
-        """The folder of caches."""
+        """Folder of caches."""
         return cache_root(self.settings)
 
     @property
     def path(self) -> Path:
-        """The cache's public path."""
+        """Public path of the cache."""
         return self.root / self.key
 
     @functools.cached_property
     def recipe(self) -> dict[str, Any]:
-        """The settings that decide the cache's bytes, by name."""
+        """Settings that decide the cache's bytes, by name."""
         return self.family.recipe(self.settings, self.source.spec.settings, self.tokenizer)
 
     @property
@@ -122,25 +124,25 @@ class Inputs:
         return None if self.made is None else str(self.made.meta["content_sha256"])
 
     def command(self, *flags: str, verb: str = "build") -> str:
-        """Return the command that builds this cache, with further flags; verb: or seals it."""
+        """Return the command that builds this cache, or seals it by `verb`, with further flags."""
         return build_command(self.settings, self.key, *flags, verb=verb)
 
     def found(self, *, refresh: bool = False, observed: str | None = None) -> Request:
-        """Return the request for the source as it is now: files are read for their fingerprint.
+        """Return the request for the current source. Reads files for their fingerprint.
 
         refresh: ask the hub for its newest revision instead of keeping the recorded one.
-        observed: a fingerprint of the source from an observation newer than the cache; on the hub this revision is
-            built. One of another dataset, or of files, is ignored.
+        observed: fingerprint of the source from an observation newer than the cache; on the hub, this revision is
+            built. Ignored if it is of another dataset, or of files.
         """
         unfinished = self._unfinished_provenance()
         recorded = unfinished if refresh else self.recorded_provenance(observed, unfinished)
         return self.at(self.source.provenance(recorded or None))
 
     def at(self, provenance: dict[str, Any], *, reads: bool = True) -> Request:
-        """Return the request for the source as `provenance` has it.
+        """Return the request for the source with this provenance.
 
-        reads: whether the source may be read where the list of --exclude has changed, to see what that changes.
-        Raises: FileNotFoundError, ValueError if the file of --exclude cannot be read; as `recipe_fingerprint`.
+        reads: if the list of --exclude has changed, the source may be read to see whether that matters.
+        Raises: FileNotFoundError or ValueError if the file of --exclude cannot be read.
         """
         about = (self.tokenizer, str(provenance["fingerprint"]))
 
@@ -158,9 +160,10 @@ class Inputs:
     def recorded_provenance(
         self, observed: str | None, unfinished: Mapping[str, Any] | None = None
     ) -> Mapping[str, Any]:
-        """Return the source's revision as it was observed, built, or used to train the tokenizer, in this order.
+        """Return the source's revision from the observation, the committed cache, or the training of the tokenizer, in
+        this order.
 
-        unfinished: of an unfinished build, which counts where nothing was built.
+        unfinished: of an unfinished build; counts if nothing was built.
         """
         recorded: Mapping[str, Any] = recorded_recipe(self.path).get("source") or unfinished or {}
         if "fingerprint" not in recorded:
@@ -172,7 +175,7 @@ class Inputs:
         return recorded
 
     def _unfinished_provenance(self) -> dict[str, Any]:
-        """Return the hub revision that an unfinished build of this recipe reads: it is resumed with it. {} without."""
+        """Return the hub revision that an unfinished build of this recipe reads, so that it resumes; {} without one."""
         for identity in unfinished_builds(self.path):
             known = identity.get("source")
             if identity.get("recipe") != self.recipe or not isinstance(known, dict):
@@ -187,28 +190,29 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Inputs):
-    """A cache as the settings ask for it, of a source whose text is known."""
+    """A cache as the settings request it, from a source whose text is known."""
 
     provenance: dict[str, Any]
-    """Of the source: of files with the fingerprint of their bytes, on the hub with the revision."""
+    """Of the source: the fingerprint of the bytes of files, or the revision on the hub."""
     fingerprint: str
     """Of everything that decides the cache's bytes."""
 
     @property
     def num_threads(self) -> int:
-        """Tokenizer threads."""
+        """Number of tokenizer threads."""
         return num_threads(self.settings)
 
     def reading(
         self, source: Source
     ) -> tuple[Settings, ResolvedSource, str | None, Counter[str], dict[str, int] | None]:
-        """Return the arguments of the streams in sources.py. source: of `described`; its counters and position move."""
+        """Return the arguments of the streams in sources.py. source: from `described`; its counters and position
+        change."""
         assert isinstance(source.counters, Counter)
         return self.settings, self.source, self.provenance["revision"], source.counters, source.position
 
     def current_meta(self) -> dict[str, Any] | None:
-        """Return the meta of the committed cache if it is current, and remove what killed builds have left; else
-        None."""
+        """Return the meta of the committed cache if it is current, else None. Removes leftovers of killed builds of a
+        current cache."""
         if not is_current(self.path, self.fingerprint):
             return None
         meta = read_meta(str(self.path / META_NAME))
@@ -216,14 +220,14 @@ class Request(Inputs):
         return meta
 
     def refuse_without_room(self) -> None:
-        """Raise NoRoomError where a build does not fit on the disk, unless the settings leave that unchecked."""
+        """Raise NoRoomError if a build does not fit on the disk, unless the settings skip the check."""
         if self.settings.disk_check:
             num_ids = self.tokenizer.vocab_size if self.tokenizer else None
             needs = {self.key: needed_bytes(self.settings, self.source, num_ids)}
             refuse_without_room(self.settings, self.root, needs, unfinished_bytes(self.path, self.fingerprint))
 
     def described(self, *flags: str) -> Source:
-        """Return what meta.json says of the source. flags: of the command from scratch, before --restart."""
+        """Return the source for meta.json. flags: of the command that builds from scratch, before --restart."""
         exclude = {} if self.settings.exclude is None else {"exclude": read_exclusion(self.settings.exclude).facts}
         return Source(
             self.source.dataset,
@@ -237,15 +241,15 @@ class Request(Inputs):
         )
 
     def record(self, meta: dict[str, Any], **more: Any) -> None:
-        """Record which recipe made the committed version. meta: of that version; more: further keys."""
+        """Record the recipe of the committed version, and warn of changes. meta: of that version. more: more keys."""
         before = read_record(self.path)
         record_recipe(self.settings, self.path, self.fingerprint, self.provenance, meta, **more)
         warn_of_changes(self.settings, self.key, self.path, before)
 
     def install_tokenizer(self, *, built: bool) -> None:
-        """Make a new tokenizer the folder's, now that a cache has it. built: whether the cache was built just now.
+        """Install a new tokenizer in the folder, now that a cache has it. built: the cache was built just now.
 
-        So a build that is refused leaves the tokenizer, and every cache that was built with it, unchanged.
+        Until then a refused build leaves the tokenizer, and every cache that was built with it, unchanged.
         """
         if self.made is not None:
             install_tokenizer(self.settings, self.made)
@@ -253,7 +257,7 @@ class Request(Inputs):
                 log_unseen_source(self.settings, self.made.meta, self.key)
 
     def finished(self, meta: dict[str, Any], reused: bool, measurement: Measurement) -> Outcome:
-        """Return the outcome; a build is recorded as a run."""
+        """Return the outcome. Records a build as a run."""
         engine = None if reused or self.tokenizer is None else engine_name(self.tokenizer, self.settings.engine)
         return finish(self.settings, self.key, self.path, meta, reused, measurement, self.fingerprint, engine)
 
@@ -267,7 +271,10 @@ def check_settings(settings: Settings, source: ResolvedSource) -> None:
 def build_whole(
     settings: Settings, source: ResolvedSource, *, refresh: bool, observed: str | None, progress: Progress | None
 ) -> Outcome:
-    """Build a source's cache as a whole, or reuse it if it is current. Arguments and errors: as `build_token_cache`."""
+    """Build a source's cache as a whole, or reuse it if it is current.
+
+    Takes the arguments of `build_token_cache`, and raises its errors.
+    """
     inputs = Inputs.of(settings, source, refresh=refresh)
     source.warn_if_partial()
     with Measurement() as measurement:
@@ -294,8 +301,8 @@ def recipe_fingerprint(
 ) -> str:
     """Return the sha256 of everything that a cache's bytes depend on.
 
-    recipe: the settings that decide them (`Inputs.recipe`). tokenizer: None: that it is unknown. source: the source's
-    fingerprint. listed: what --exclude lists.
+    recipe: settings that decide them (`Inputs.recipe`). tokenizer: None if unknown. source: fingerprint of the source.
+        listed: list of --exclude.
     """
     is_tokenizer = key == TOKENIZER_KEY
     family = None if is_tokenizer else family_of(key)
@@ -320,8 +327,8 @@ def recipe_fingerprint(
 def restart(settings: Settings, key: str) -> None:
     """Make the next build of the cache `key` start from scratch.
 
-    Unfinished builds and partitions are removed. A committed cache stays readable but is no longer current; when it was
-    built is still known. Raises: CacheError if it, or a partition, is being built.
+    Removes unfinished builds and partitions. A committed cache stays readable but is no longer current; the time of its
+    build stays known. Raises: CacheError E503 while it, or a partition, is being built.
     """
     path = cache_root(settings) / key
     apply_lock_setting(cache_root(settings), settings.lock)
@@ -340,7 +347,7 @@ def restart(settings: Settings, key: str) -> None:
 
 
 def _clear_finished_builds(path: Path) -> None:
-    """Remove what killed builds of a current cache have left: builds that were committed, and temporary files."""
+    """Remove leftovers of killed builds of a current cache: committed builds, and temporary files."""
     clear_leftovers(path)
     attempts = versions_dir(path) / ATTEMPTS_NAME
     if attempts.is_file() and not attempts.is_symlink() and not unfinished_builds(path):

@@ -1,4 +1,4 @@
-"""What a source is under the current settings: its dataset, its files or revision, its licence and its fingerprint."""
+"""Resolve a source under the current settings: dataset, files or revision, licence and fingerprint."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 from niels_gpt.data.files import mirrors, snapshot
 from niels_gpt.data.files.walk import files_fingerprint
 from niels_gpt.data.local import LocalFiles
-from niels_gpt.data.sources import SOURCES, Credit, SourceSpec, credit_of
-from niels_gpt.data.trees import TREES
+from niels_gpt.data.sources import SOURCES, TREES, credit_of
+from niels_gpt.data.spec import Credit, SourceSpec
 from niels_gpt.hub import datasets as hub
 from niels_gpt.recipes.family import Family, family_of
 from niels_gpt.recipes.user_sources import UNSTATED, UserSource, user_sources
@@ -29,63 +29,63 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResolvedSource:
-    """One source under some settings."""
+    """A source under some settings."""
 
     spec: SourceSpec
-    """Its row in the table of sources, or of a user-defined source."""
+    """Row in the table of sources, or of a user-defined source."""
     dataset: str
-    """The hub's dataset id, or the source's own name; dataset_name in meta.json."""
+    """Dataset id on the hub, or the source's own name; dataset_name in meta.json."""
     config: str | None
-    """The hub's config; dataset_config in meta.json."""
+    """Config on the hub; dataset_config in meta.json."""
     kind: str
-    """hub (a snapshot of it included), mirror, sample or own (user-defined)."""
+    """hub (also a snapshot of it), mirror, sample or own (user-defined)."""
     credit: Credit
-    """Of the text, where no dataset card says otherwise."""
+    """Licence and attribution, unless a dataset card says otherwise."""
     found: LocalFiles | None = None
-    """The files that are read; None on the hub."""
+    """Files to read; None on the hub."""
     stub: bool = False
-    """Whether nothing is read and the cache is a stub (PR-03)."""
+    """Whether nothing is read, and the cache is a stub (PR-03)."""
     asked_revision: str | None = None
-    """The hub's revision in the settings: a commit, a tag or a branch; None: main."""
+    """Revision in the settings: a commit, tag or branch; None: main."""
     shuffle: Mapping[str, int] | None = None
-    """The hub library's shuffle: seed and buffer; None where rows keep upstream's order."""
+    """Seed and buffer of the hub library's shuffle; None if rows keep upstream's order."""
     manifest: Mapping[str, Any] | None = None
-    """Of the snapshot that the files are."""
+    """Manifest of the snapshot, if the files are one."""
     user: UserSource | None = None
-    """The definition of a user-defined source."""
+    """Definition of a user-defined source."""
 
     @property
     def family(self) -> Family:
-        """How caches of its family are built. Raises: LookupError where the package of that is not installed."""
+        """Its family. Raises: LookupError if the package is not installed."""
         return family_of(self.spec.key)
 
     @property
     def source(self) -> str:
-        """The source's name."""
+        """Name of the source."""
         return self.spec.name
 
     @property
     def root(self) -> Path | None:
-        """The folder that the files are named relative to; None on the hub."""
+        """Folder that file names are relative to; None on the hub."""
         return self.found.root if self.found else None
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that are read, in order; empty on the hub."""
+        """Files to read, in order; empty on the hub."""
         return self.found.files if self.found else ()
 
     @cached_property
     def listing(self) -> str | None:
-        """`listing_of` this source when it is first asked for: before its text is read."""
+        """`listing_of` this source at the first use, before its text is read."""
         return listing_of(self)
 
     @property
     def has_samples(self) -> bool:
-        """Whether it is read by samples: else --exclude leaves out what `build` of its family leaves out."""
+        """Whether it is read by samples; else `build` of its family handles --exclude."""
         return self.user is None or type(self.family).load is not Family.load
 
     def is_partitioned(self, settings: Settings) -> bool:
-        """Whether the settings build its cache in partitions: where the family has them, and not of a stub."""
+        """Return whether the settings build its cache in partitions; never for a stub or a family without them."""
         return settings.partitions > 1 and self.family.has_partitions and not self.stub
 
     def budget(self, settings: Settings) -> int | None:
@@ -94,11 +94,11 @@ class ResolvedSource:
 
     @property
     def is_partial(self) -> bool:
-        """Whether splits of upstream's are not all there."""
+        """Whether some upstream splits are missing."""
         return len(self.splits) < len(self.spec.splits or {})
 
     def warn_if_partial(self) -> None:
-        """Log a warning where upstream's splits are not all there, or a snapshot that is read as files is cut short."""
+        """Log a warning if upstream splits are missing, or a snapshot that is read as files is cut short."""
         if self.manifest is not None and not self.streaming and not self.manifest["ended"]:
             logger.warning(
                 "%s: the files are a snapshot that is cut short after %s bytes of text: the dataset has more. Make it "
@@ -121,12 +121,12 @@ class ResolvedSource:
 
     @property
     def streaming(self) -> bool:
-        """Whether the hub is streamed; files are not."""
+        """Whether rows are streamed from the hub; files are not."""
         return self.spec.streaming and self.ordered
 
     @property
     def splits(self) -> dict[str, str]:
-        """Our split -> upstream's, of those that are there: a mirror may lack one. {} where upstream has none."""
+        """Our split -> upstream split, for each that exists: a mirror may lack one. {} if upstream has none."""
         wanted = self.spec.splits or {}
         if self.found is None:
             return dict(wanted)
@@ -134,11 +134,11 @@ class ResolvedSource:
         return {split: upstream for split, upstream in wanted.items() if upstream in present}
 
     def provenance(self, recorded: Mapping[str, Any] | None, *, ask_hub: bool = True) -> dict[str, Any]:
-        """Return the source's part of meta.json; its `fingerprint` changes when the text does.
+        """Return the source's part of meta.json; its `fingerprint` changes with the text.
 
-        A snapshot has the provenance of the hub's dataset that it was taken from, because its rows are the same.
-        recorded: the provenance of the committed cache; the hub is not asked if it has a revision (D12).
-        ask_hub: False where an unknown revision may stay unknown; a stub, which reads nothing, never asks.
+        A snapshot has the provenance of its dataset on the hub, because its rows are the same.
+        recorded: provenance of the committed cache; the hub is not asked if it has a revision (D12).
+        ask_hub: False if an unknown revision may stay unknown. A stub reads nothing and never asks.
         Raises: ConnectionError if the hub must be asked and cannot be reached; CacheError for a damaged snapshot.
         """
         if self.manifest is not None and self.root is not None:
@@ -156,7 +156,7 @@ class ResolvedSource:
         return {**about, "revision": (self.manifest or {}).get("revision"), "fingerprint": fingerprint}
 
     def _known(self, recorded: Mapping[str, Any], ask_hub: bool) -> Mapping[str, Any]:
-        """Return revision, licence, attribution and versions from a snapshot, from the record, or from the hub."""
+        """Return revision, licence, attribution and versions from a snapshot, the record, or the hub."""
         if self.manifest is not None:
             return self.manifest
         same = str(recorded.get("fingerprint")).startswith(f"{self.dataset}@")
@@ -182,7 +182,7 @@ class ResolvedSource:
 def listing_of(source: ResolvedSource) -> str | None:
     """Return the sha256 of the names, sizes and times of the source's files; None on the hub, which has a revision.
 
-    With what else is in the provenance of user-defined text: its field, licence and attribution.
+    For user-defined text it also covers field, licence and attribution.
     """
     if source.found is None:
         return None
@@ -195,10 +195,10 @@ def listing_of(source: ResolvedSource) -> str | None:
 
 
 def resolve_source(settings: Settings, name: str) -> ResolvedSource:
-    """Return what a source is under these settings. name: of the source, or the key of one of its caches.
+    """Resolve a source. name: of the source, or the key of one of its caches.
 
-    Raises: FileNotFoundError if the mirror, the folder of notes, or what a pattern names does not exist; ValueError for
-        a name that no source has; CacheError for a snapshot that cannot be used.
+    Raises: FileNotFoundError if the mirror, the folder of notes, or the files of a pattern do not exist; ValueError for
+        an unknown name; CacheError for a snapshot that cannot be used.
     """
     if name in TREES:
         return replace(resolve_whole(settings, TREES[name].name), spec=TREES[name])
@@ -246,23 +246,23 @@ def resolve_source(settings: Settings, name: str) -> ResolvedSource:
 
 
 def resolve_whole(settings: Settings, name: str) -> ResolvedSource:
-    """Return `resolve_source` for a cache that is always built whole: `partitions` counts as 1."""
+    """Resolve a source for a cache that is always built whole: `partitions` counts as 1."""
     return resolve_source(replace(settings, partitions=1), name)
 
 
 def resolve_user_source(user: UserSource, found: LocalFiles) -> ResolvedSource:
-    """Return what a user-defined source is, given its files."""
+    """Resolve a user-defined source, given its files."""
     spec = user.spec
     return ResolvedSource(spec, user.name, None, "own", spec.credit, found, user=user)
 
 
 def mirror_folder(spec: SourceSpec, dataset: str, config: str | None) -> str:
-    """Return the folder of a mirror that a snapshot of the source is written to."""
+    """Return the folder of a mirror for a snapshot of the source."""
     return spec.folder or (f"{dataset}/{config}" if config else dataset)
 
 
 def asked_revisions(settings: Settings) -> dict[str, str]:
-    """Parse settings.revision: "SOURCE=REVISION,..." -> revision by source; ValueError for anything else."""
+    """Parse settings.revision: "SOURCE=REVISION,..." -> revision by source. Raises: ValueError for anything else."""
     on_hub = [*(spec.name for spec in SOURCES.values() if spec.dataset), "tokenizer"]
     revisions: dict[str, str] = {}
     for item in (settings.revision or "").split(","):
@@ -283,10 +283,10 @@ def _is_stub(settings: Settings, spec: SourceSpec, root: Path | None) -> bool:
 
 
 def _stands_for(manifest: Mapping[str, Any], on_hub: ResolvedSource, folder: Path) -> bool:
-    """Whether a snapshot's rows are the hub's, in the order in which these settings would read them there.
+    """Return whether a snapshot has the hub's rows in the order in which these settings would read them there.
 
-    With another seed or buffer it is text like any mirror's, and the builder shuffles it. So it is in a partitioned
-    cache: its files are not the hub's, and files decide which rows a partition has.
+    With another seed or buffer it is text like any mirror's, and the builder shuffles it. In a partitioned cache too:
+    files decide which rows a partition has, and the hub's files are others.
     """
     if on_hub.asked_revision not in (None, manifest["revision"], manifest.get("asked_revision")):
         raise CacheError(

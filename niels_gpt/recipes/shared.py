@@ -1,4 +1,4 @@
-"""What the machines of one build must share: the same program, and a folder whose file system keeps its promises."""
+"""Check what all machines of one build must share: program versions, and a file system that keeps its promises."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.engine.meta import BUILDER_VERSIONS
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.leftovers import PROBE
 from niels_gpt.storage.locks import lock_kind
 from niels_gpt.storage.locks.mounts import mount_of
+from niels_gpt.storage.versions import PROBE
 
 logger = logging.getLogger(__name__)
 
 LIBRARIES = ("torch", "numpy", "sentencepiece", "tokenizers", "gigatoken", "pyarrow", "orjson", "datasets")
-"""Those that read, shuffle or encode: another version may give other bytes."""
+"""Libraries that read, shuffle or encode: another version may give other bytes."""
 _PROBE_FILES = {"old", "new", "old-link", "new-link", "once", "lock", "linked"}
 _OLD_SECONDS = 600  # a check takes far less
 
 
 @functools.cache
 def code_identity() -> dict[str, Any]:
-    """Return what decides a cache's bytes beside its recipe: equal on all machines that build one cache.
+    """Return the versions of the program that builds a cache: they must be equal on all machines of one build.
 
-    {"format": int, "builder": int, "libraries": {name: version, without the part after "+", which names a variant;
-    None: not installed}}. What changes bytes in this program raises one of the numbers. Nothing is imported.
-    Computed once in a process.
+    Returns {"format": int, "builder": int, "libraries": {name: version}}, computed once in a process without importing
+    a library. A version lacks the part after "+", which names a variant; None: not installed.
+    builder: of pretrain caches, for every kind. The fingerprint of a plan holds the builder version of its own kind.
     """
     return {
         "format": FORMAT_VERSION,
@@ -55,12 +55,12 @@ _warned: set[str] = set()  # folders, so that a process that builds many partiti
 
 
 def check_shared_folder(folder: Path, flag: str = "--cache-dir") -> None:
-    """Check what builds on several machines need of a folder's file system, in a hidden folder that is removed again.
+    """Check that a folder's file system supports builds on several machines, in a hidden folder that is removed again.
 
-    folder: of the caches; it is made if it is absent. flag: of the command, which names it.
-    Hard links are only noted: without them sealing copies.
-    Warns (W504) where locks are flock's and the file system is known, or may be thought, to keep them on one machine.
-    Raises: CacheError E512 naming what the file system lacks; OSError that names the folder.
+    folder: of the caches; made if absent. flag: of the command, for the message.
+    Hard links are optional: without them sealing copies.
+    Warns W504 if locks are flock's, and the file system may keep them on one machine.
+    Raises: CacheError E512 naming the missing feature; OSError naming the folder.
     """
     fileio.make_dir(folder)
     probe = folder / f".probe-{token_hex(4)}"
@@ -93,7 +93,7 @@ def check_shared_folder(folder: Path, flag: str = "--cache-dir") -> None:
 
 
 def _remove_old(folder: Path, now: float) -> None:
-    """Remove the hidden folders of processes that were killed while they checked the folder. now: by its own clock."""
+    """Remove hidden folders of killed checks. now: time by the clock of the folder."""
     for entry in folder.glob(".probe-*"):
         with suppress(OSError):
             about = entry.lstat()
@@ -135,7 +135,7 @@ def _creates_once(probe: Path) -> bool:
 
 
 def _locks(probe: Path) -> bool:
-    """Whether flock keeps a second description of a file out."""
+    """Return whether flock keeps a second open file out."""
     with (probe / "lock").open("w") as first, (probe / "lock").open("w") as second:
         try:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,4 +154,4 @@ _PROBES: dict[str, Callable[[Path], bool]] = {
     "files that are created by exactly one (O_EXCL)": _creates_once,
     _FLOCK: _locks,
 }
-"""What a folder must offer, for the message "its file system has no ..."."""
+"""Needed features, as in the message "its file system has no ..."."""

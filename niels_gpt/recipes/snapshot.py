@@ -1,4 +1,4 @@
-"""Snapshots: how much of a hub source is kept as a mirror that later builds read in the hub's place."""
+"""Decide how much of a hub source a snapshot keeps: a mirror that later builds read in the hub's place."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from niels_gpt.data.files import snapshot
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.data.upstream_rows import row_text
 from niels_gpt.hub import datasets as hub
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.resolve import ResolvedSource, mirror_folder, resolve_source
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import SourceError
+from niels_gpt.work import Progress
 
 _HUB_SPECS = [spec for spec in SOURCES.values() if spec.hub_splits]
 SPLITS = {spec.name: spec.hub_splits for spec in _HUB_SPECS}
-"""The hub sources and their splits there."""
+"""Hub sources and their splits there."""
 ORDER_SETTINGS = tuple(
     name
     for name in ("seed", *(each for spec in _HUB_SPECS for each in (spec.shuffle_buffer, spec.dataset, spec.config)))
     if name is not None
 )
-"""The settings that must be equal in a build from a snapshot for its rows to be the hub's, in their order."""
+"""Settings that must be equal in a build from a snapshot for its rows to have the hub's order."""
 READS = (*ORDER_SETTINGS, "revision", *(name for spec in _HUB_SPECS for name in spec.budget_settings))
-"""The settings that decide what a snapshot keeps."""
+"""Settings that decide what a snapshot keeps."""
 BYTES_PER_TOKEN = 5.0
 """More than most vocabularies reach on text (4.2 measured on English web pages with 16,000 pieces), so that a snapshot
-of N tokens is enough for a build of N tokens. A build for whose tokenizer it is too short fails and says so."""
+of N tokens suffices for a build of N tokens. A build whose tokenizer needs more fails and says so."""
 READ_AHEAD_BYTES = 1 << 23
-"""What a builder reads beyond what it writes, at most: two batches of 2**20 characters, of up to 4 bytes each."""
+"""Most bytes that a builder reads beyond what it writes: two batches of 2**20 characters, of up to 4 bytes each."""
 
 
 def take_snapshot(
     settings: Settings, name: str, dest: Path, *, tokens: int | None, progress: Progress | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """Keep the rows of a hub source in `dest`; returns their folder and its manifest.
+    """Keep the rows of a hub source in `dest`. Returns their folder and its manifest.
 
     `dest` is then a mirror: a build with source_root=dest and these settings gives the bytes of a build from the hub.
-    An interrupted snapshot is resumed; a finished one grows where more tokens are asked for.
-    tokens: how many a build of a streamed source may need, BYTES_PER_TOKEN bytes of text each; None: both budgets.
-    Raises: ValueError for a source that is not on the hub; ConnectionError; CacheError as snapshot.take.
+    An interrupted snapshot resumes; a finished one grows if more tokens are requested.
+    tokens: need of a build of a streamed source, BYTES_PER_TOKEN bytes of text each; None: both budgets.
+    Raises: ValueError for a source that is not on the hub; ConnectionError; CacheError for another snapshot in `dest`.
     """
     if name not in SPLITS:
         raise SourceError(
@@ -74,7 +74,7 @@ def take_snapshot(
 
 
 def _about(source: ResolvedSource, started: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the manifest's keys that describe the dataset. started: the manifest of an earlier run."""
+    """Return the manifest's keys that describe the dataset. started: manifest of an earlier run."""
     recorded = None
     if started is not None and source.asked_revision in (None, started["revision"]):
         recorded = {**started, "fingerprint": f"{source.dataset}@{started['revision']}"}

@@ -1,4 +1,4 @@
-"""The streams that builders read: a source's documents or chats with their ids, without what --exclude lists."""
+"""Open a source for a builder: stream its documents or chats with their ids, without the entries of --exclude."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from niels_gpt.chat.protocol import Chat
 from niels_gpt.data.exclude import Exclusion, read_exclusion, remaining
 from niels_gpt.data.files.text import WITH_NUL, note
-from niels_gpt.data.sources import Loader, LoadRequest
+from niels_gpt.data.spec import Loader, LoadRequest
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock, source_id
 from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.recipes.resolve import ResolvedSource, listing_of
@@ -20,11 +20,11 @@ from niels_gpt.storage.errors import CacheError, SourceError
 from niels_gpt.storage.remedies import build_command
 
 Documents = Iterator[tuple[str | None, str, str]]
-"""Split (None leaves the choice to the text and the seed), text, and the document's id in its source."""
+"""Split (None leaves the choice to the text and the seed), text, and id of the document in its source."""
 BATCH_BYTES = 1 << 20  # of text in a batch, which ends with the document that reaches it ...
 BATCH_DOCUMENTS = 2_000  # ... or with so many
 Chats = Iterator[tuple[str, list[dict[str, str]]]]
-"""The chat's id in its source, and its messages."""
+"""Id of the chat in its source, and its messages."""
 
 
 class SnapshotTooShort(SourceError, code="E307"):
@@ -41,7 +41,7 @@ def document_rows(
     """Yield the documents of a pretrain source one by one, in upstream's order.
 
     counters, position: see LoadRequest.
-    Raises: SnapshotTooShort at the end of a snapshot that is cut short; as the source's loader.
+    Raises: SnapshotTooShort at the end of a snapshot that is cut short; the errors of the source's loader.
     """
     parts = _parts(settings, source, revision, counters, position)
     return ((split, sample.text, source_id(sample)) for split, sample in parts)
@@ -55,10 +55,10 @@ def document_batches(
     position: dict[str, int] | None = None,
     partition: Partition | None = None,
 ) -> Iterator[DocumentBatch]:
-    """Yield the documents of `document_rows` as columns: those of files many at a time, without Python for each row.
+    """Yield the same documents as `document_rows` in columns, many at a time for files, without Python for each row.
 
-    counters, position: as far as the loader has read, which may be behind the batch that it gave last.
-    partition: whose documents alone are read: see LoadRequest. The streams below take one too.
+    counters, position: how far the loader has read, which may be more than the last batch.
+    partition: read only its documents: see LoadRequest.
     """
     blocks = settings.exclude is None
     parts = _parts(settings, source, revision, counters, position, blocks=blocks, partition=partition)
@@ -83,7 +83,7 @@ class _Gathered:
         self._begin(None, ())
 
     def add(self, split: str | None, item: PretrainSample | TextBlock) -> Iterator[DocumentBatch]:
-        """Take documents, and yield a batch when it is full. The same counters hold for all documents of a block."""
+        """Take documents, and yield a batch when it is full. All documents of a block share the counters."""
         if isinstance(item, PretrainSample):
             position = {name: [value] for name, value in self._position.items()}
             item = TextBlock(item.source, [item.text.encode()], [source_id(item)], position)
@@ -101,7 +101,7 @@ class _Gathered:
             yield from self.rest()
 
     def rest(self) -> Iterator[DocumentBatch]:
-        """Yield what is gathered so far, if anything is."""
+        """Yield the documents gathered so far, if any."""
         if self._texts:
             batch = DocumentBatch(self._texts, self._ids, self._split, self._states, self._places, is_checked=True)
             self._begin(self._split, self._places)
@@ -122,7 +122,8 @@ def chats(
     position: dict[str, int] | None = None,
     partition: Partition | None = None,
 ) -> Chats:
-    """Yield the chats of an sft source in upstream's order, of all upstream splits. Otherwise as `document_rows`."""
+    """Yield the chats of an sft source in upstream's order, from all upstream splits. Raises: the errors of
+    `document_rows`."""
     parts = _parts(settings, source, revision, counters, position, partition=partition)
     return ((source_id(sample), _messages(sample)) for _, sample in parts)
 
@@ -135,7 +136,10 @@ def template_chats(
     position: dict[str, int] | None = None,
     partition: Partition | None = None,
 ) -> Iterator[Chat]:
-    """Yield the chats of an sft source for a chat template: any roles, calls of tools, further fields. As `chats`."""
+    """Yield the chats of an sft source for a chat template: any roles, calls of tools, further fields.
+
+    Raises: the errors of `document_rows`.
+    """
     # The call opens the source, as the streams above do: counts made then are not made again by a resumed build.
     parts = _parts(settings, source, revision, counters, position, raw=True, partition=partition)
     return (_raw(sample) for _, sample in parts)
@@ -159,13 +163,15 @@ def sequences(
     position: dict[str, int] | None = None,
     partition: Partition | None = None,
 ) -> Iterator[Any]:
-    """Yield the threads of trees, as ChatSamples, one tree after another; or recorded rollouts, as SequenceGroups.
-    Otherwise as `chats`."""
+    """Yield the threads of trees as ChatSamples, one tree after another, or recorded rollouts as SequenceGroups.
+
+    Raises: the errors of `document_rows`.
+    """
     return (sample for _, sample in _parts(settings, source, revision, counters, position, partition=partition))
 
 
 def training_texts(settings: Settings, source: ResolvedSource, revision: str | None) -> Iterator[str]:
-    """Yield the texts of a source that a tokenizer is trained on: documents, or messages."""
+    """Yield the texts of a source for the training of a tokenizer: documents, or messages."""
     load = source.spec.training_texts or source.spec.load
     # The builders count; here a loss costs a piece at most.
     for _, sample in _parts(settings, source, revision, Counter(), None, load):
@@ -173,7 +179,7 @@ def training_texts(settings: Settings, source: ResolvedSource, revision: str | N
 
 
 class _Unlogged(Counter[str]):
-    """Counters of a reading that logs nothing: no reason is new to them, and the first of each is logged."""
+    """Counters that log nothing: no reason is new to them, and only the first of each is logged."""
 
     def __missing__(self, key: str) -> int:
         return 1
@@ -199,8 +205,8 @@ def _parts(
     raw: bool = False,
     partition: Partition | None = None,
 ) -> Iterator[tuple[str | None, Any]]:
-    """Return samples with their split: PretrainSamples of a pretrain source, ChatSamples of an sft source or of
-    trees, SequenceGroups of rollouts. The source is opened here, and read as they are taken.
+    """Return samples with their split: PretrainSamples for pretrain, ChatSamples for sft and trees, SequenceGroups for
+    rollouts. Opens the source now, and reads it as they are taken.
 
     blocks: also TextBlocks. raw: also RawChats.
     """
@@ -211,10 +217,10 @@ def _parts(
 def _kept(
     request: LoadRequest, source: ResolvedSource, loaded: Iterable[tuple[str | None, Iterable[Any]]]
 ) -> Iterator[tuple[str | None, Any]]:
-    """Yield the samples that are not excluded. Texts with NUL characters are counted: UTF-16 read as UTF-8 has them.
+    """Yield the samples that are not excluded. Counts texts with NUL characters: UTF-16 read as UTF-8 has them.
 
     Raises: SnapshotTooShort at the end of a snapshot that is cut short, which is not the end of the hub's stream;
-        CacheError at the end of a whole source of which a file has another time or size than before.
+        CacheError at the end of a whole source if the time or size of a file has changed meanwhile.
     """
     settings, counters, is_whole = request.settings, request.counters, request.partition is None
     before = source.listing if is_whole else None
@@ -248,7 +254,7 @@ def _count_nul(counters: Counter[str], source: str, name: str) -> None:
 
 
 def _parts_by_nul(block: TextBlock) -> Iterator[TextBlock]:
-    """Cut a block so that no text with NUL characters is behind another text."""
+    """Cut a block so that a text with NUL characters is always the first of its part."""
     starts = [at for at, text in enumerate(block.texts) if b"\0" in text]
     if not starts:
         yield block

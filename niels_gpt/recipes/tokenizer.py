@@ -1,4 +1,4 @@
-"""Which tokenizer a cache is encoded with (D19): the installed one, a copy of a named one, or one trained here."""
+"""Choose the tokenizer of a cache (D19): the installed one, a copy of a named one, or one trained here."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from typing import Any
 from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.chat.tokenizers import has_tool_template
-from niels_gpt.data.sources import SOURCES
-from niels_gpt.data.trees import TREES
+from niels_gpt.data.sources import SOURCES, TREES
 from niels_gpt.engine.meta import content_sha256
 from niels_gpt.hub import models as hub
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
@@ -52,8 +51,8 @@ from niels_gpt.tokenizers.files import (
     tokenizer_file,
     tokenizer_files,
 )
+from niels_gpt.tokenizers.probes import roundtrip
 from niels_gpt.tokenizers.protocol import FullTokenizer
-from niels_gpt.tokenizers.roundtrip import roundtrip
 from niels_gpt.tokenizers.sentinels import folder_of_copy
 
 logger = logging.getLogger(__name__)
@@ -61,14 +60,14 @@ logger = logging.getLogger(__name__)
 _OF_SAMPLE, _FOR_TEXT = "this tokenizer was trained on the bundled sample", "one that may encode real text"
 _MOST_NAMES = 10  # of what lies beside a path where nothing is
 _WITH_TOKENIZER = ("document_start", "document_end", "on_special")
-"""Settings that suit one tokenizer and not another: the way back takes them from the last build of each cache."""
+"""Settings that suit one tokenizer and not another. The way back takes them from the last build of each cache."""
 
 
 def ensure_tokenizer(settings: Settings, *, user_sources_only: bool = False, from_scratch: bool = False) -> Outcome:
-    """Return <cache>/tokenizer, its files and meta.json; it is made and installed first if necessary.
+    """Return the installed tokenizer <cache>/tokenizer. Makes and installs it first if necessary.
 
-    One that was trained without a source that failed is trained again when that source has changed.
-    Arguments and errors: see `stage_tokenizer`.
+    A tokenizer that was trained without a source that failed is trained again once that source has changed.
+    user_sources_only, from_scratch: as in `stage_tokenizer`, whose errors it raises.
     """
     installed = meta_or_none(cache_root(settings) / TOKENIZER_KEY)
     if installed is not None and has_new_sources(settings, installed):
@@ -94,21 +93,21 @@ def stage_tokenizer(
     refresh: bool = False,
     from_scratch: bool = False,
 ) -> Outcome:
-    """Return the tokenizer of the settings. One that would replace another is checked and made, but not installed.
+    """Return the tokenizer of the settings. A tokenizer that would replace another is checked and made, but not
+    installed.
 
-    Its `path` is <cache>/tokenizer, or the folder of a version for `install_tokenizer`. A tokenizer that is trained
-    where there is none is installed.
-    user_sources_only: train a missing one on user-defined sources alone, so that their caches need no network.
-    announce: warn of the caches that a new one makes unreadable even if an earlier call made it.
-    refresh: ask the hub for the newest revision of a tokenizer that is named by its id; else the recorded one counts.
-    from_scratch: train it, or copy it, whatever there is. The installed one stays readable until then.
+    Its `path` is <cache>/tokenizer, or the folder of a version for `install_tokenizer`. The first tokenizer of a folder
+    is installed once it is trained.
+    user_sources_only: train a missing one only on user-defined sources, so that their caches need no network.
+    announce: warn of the caches that a new one makes unreadable, even if an earlier call made it.
+    refresh: ask the hub for the newest revision of a tokenizer named by its id, instead of the recorded one.
+    from_scratch: train or copy it again. The installed one stays readable until then.
 
-    The one that is there stays, unless the settings ask for another one: a named tokenizer (`tokenizer`) replaces
-    another one; settings that decide a trained one, where their value is neither the default nor the recorded one; and
-    `retrain_tokenizer`. A change of the text does not count.
-    Raises: FileNotFoundError for a named tokenizer that is absent; CacheError for one that cannot be used: of no known
-        kind, damaged, or trained on the sample where the text is not; ConnectionError for a hub that cannot be reached:
-        a tokenizer outlives an outage; ValueError where there is no text to train on, and for what the hub refuses.
+    The installed tokenizer stays unless the settings ask for another: by a named tokenizer (`tokenizer`), by training
+    settings that are neither default nor recorded, or by `retrain_tokenizer`. A change of the text does not count.
+    Raises: FileNotFoundError for a missing named tokenizer; CacheError for a tokenizer of unknown kind, a damaged one,
+        or one trained on the sample for other text; ConnectionError for a hub that cannot be reached, because a
+        tokenizer outlives an outage; ValueError without text to train on, and for a refusal of the hub.
     """
     apply_lock_setting(cache_root(settings), settings.lock)
     path = folder = cache_root(settings) / TOKENIZER_KEY
@@ -128,7 +127,7 @@ def stage_tokenizer(
 
 
 def tokenizer_for(settings: Settings, source: ResolvedSource, folder: Path) -> FullTokenizer:
-    """Return a folder's tokenizer. Raises: CacheError if it is damaged, or of the sample and the text is not."""
+    """Open the tokenizer in a folder. Raises: CacheError if it is damaged, or trained on the sample for other text."""
     key = source.spec.key
     remove = shlex.join(["rm", *([] if folder.is_symlink() else ["-r"]), str(folder)])
     meta = read_meta(str(folder / META_NAME))
@@ -151,14 +150,14 @@ def tokenizer_for(settings: Settings, source: ResolvedSource, folder: Path) -> F
 
 @functools.lru_cache(maxsize=1)
 def opened(path: Path, _content: str, follow_links: bool = False) -> FullTokenizer:
-    """Open a tokenizer by its folder or file, once for the caches of a run. _content: content_sha256 of its files."""
+    """Open a tokenizer by its folder or file, once for all caches of a run. _content: content_sha256 of its files."""
     return load_tokenizer(path, follow_links=follow_links)
 
 
 def check_tokenizer(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer, where: Path) -> None:
-    """Raise NoSentinels or another CacheError for a tokenizer that this cache cannot be built with.
+    """Raise NoSentinels or another CacheError if a cache cannot be built with the tokenizer.
 
-    where: the folder or file that it was opened in; messages name the tokenizer as the settings do.
+    where: folder or file of the tokenizer; messages name it as the settings do.
     """
     if source.family.needs_sentinels(settings) and not tokenizer.special_token_ids():
         raise no_sentinels(settings, [source.spec.key], where)
@@ -166,19 +165,19 @@ def check_tokenizer(settings: Settings, source: ResolvedSource, tokenizer: FullT
 
 
 class NoSentinels(CacheError, LeftOut):
-    """A cache of chats needs the sentinels, and the tokenizer does not have them: see `no_sentinels`."""
+    """A cache of chats needs sentinels that the tokenizer lacks: see `no_sentinels`."""
 
 
 def needs_sentinels(settings: Settings, family: str, special_token_ids: Mapping[str, int]) -> bool:
-    """Whether the caches of a family cannot be built with a tokenizer: it has no sentinels, and they need them."""
+    """Return whether the caches of a family need sentinels that the tokenizer lacks."""
     found = family_named(family)
     return found is not None and found.needs_sentinels(settings) and not special_token_ids
 
 
 def no_sentinels(settings: Settings, keys: Sequence[str], tokenizer: Path) -> NoSentinels:
-    """Return the error of caches of chats, sft or eagle3/targets; its remedy adds the sentinels and builds them.
+    """Return the error for caches of chats, sft or eagle3/targets; its remedy adds the sentinels and builds them.
 
-    tokenizer: the folder or file that is opened; the one of the settings is named if it is a path.
+    tokenizer: folder or file; the message names the settings' one if that is a path.
     """
     is_path = settings.tokenizer is not None and not is_id(settings.tokenizer)
     source = str(settings.tokenizer) if is_path else str(tokenizer)
@@ -195,9 +194,9 @@ def no_sentinels(settings: Settings, keys: Sequence[str], tokenizer: Path) -> No
 
 
 def tokenizer_state(settings: Settings) -> str:
-    """Return what `ensure_tokenizer` would do: up to date, copy, download, train, or cannot be used and why.
+    """Return the action of `ensure_tokenizer`: up to date, copy, download, train, or cannot be used and why.
 
-    The hub is not asked.
+    Does not ask the hub.
     """
     if _installed_for(settings, cache_root(settings) / TOKENIZER_KEY, refresh=False) is not None:
         return "up to date"
@@ -212,16 +211,16 @@ def tokenizer_state(settings: Settings) -> str:
 
 
 def copied_bytes(settings: Settings) -> int:
-    """Return the bytes of the files of the tokenizer that the settings name, which is a file or folder."""
+    """Return the bytes in the files of the named tokenizer, a file or folder."""
     name = _name_of(settings)
     assert name is not None
     return sum(map(len, _find(settings, name).files.values()))
 
 
 def usable_tokenizer(settings: Settings) -> FullTokenizer | None:
-    """Return the tokenizer that `ensure_tokenizer` would install; None for one to be trained or downloaded.
+    """Return the tokenizer that `ensure_tokenizer` would install; None if it must be trained or downloaded.
 
-    Raises: as `stage_tokenizer`.
+    Raises: FileNotFoundError for a missing named tokenizer; CacheError for one that cannot be used.
     """
     path, name = cache_root(settings) / TOKENIZER_KEY, _name_of(settings)
     if _installed_for(settings, path, refresh=False) is not None:
@@ -230,14 +229,14 @@ def usable_tokenizer(settings: Settings) -> FullTokenizer | None:
 
 
 def expected_vocab_size(settings: Settings, tokenizer: FullTokenizer | None) -> int | None:
-    """Return the most ids of a build with `usable_tokenizer`; None for a tokenizer that is to be downloaded."""
+    """Return the largest vocabulary that a build may have; None for a tokenizer to be downloaded."""
     if tokenizer is not None:
         return tokenizer.vocab_size
     return settings.vocab_size if _name_of(settings) is None else None
 
 
 def _installed_for(settings: Settings, path: Path, refresh: bool) -> dict[str, Any] | None:
-    """Return the meta of the installed tokenizer if it is the one of these settings, else None."""
+    """Return the meta of the installed tokenizer if the settings ask for no other, else None."""
     try:
         meta = find_meta(path)
         if meta is not None:
@@ -257,7 +256,7 @@ def _installed_for(settings: Settings, path: Path, refresh: bool) -> dict[str, A
 
 
 def with_installed(settings: Settings) -> Settings:
-    """Return settings that ask for no other tokenizer than the one that is installed, if one is."""
+    """Return settings that keep the installed tokenizer, if there is one."""
     if meta_or_none(cache_root(settings) / TOKENIZER_KEY) is None:
         return settings
     defaults = {name: getattr(Settings, name) for name in (*ASKING, "tokenizer", "retrain_tokenizer")}
@@ -265,9 +264,9 @@ def with_installed(settings: Settings) -> Settings:
 
 
 def with_all_asked(settings: Settings, explicit: Sequence[str]) -> Settings:
-    """Return settings that ask for another tokenizer also where an explicit value is the default.
+    """Return settings that ask for another tokenizer even where an explicit value is the default.
 
-    explicit: the settings that the user has written in this run.
+    explicit: settings that the user has written in this run.
     """
     installed = meta_or_none(cache_root(settings) / TOKENIZER_KEY)
     names = [name for name in explicit if name in ASKING]
@@ -277,7 +276,7 @@ def with_all_asked(settings: Settings, explicit: Sequence[str]) -> Settings:
 
 
 def is_of_hub(settings: Settings, meta: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer was downloaded by the id of the settings, and at a revision that they allow."""
+    """Return whether a tokenizer was downloaded by the id in the settings, at a revision that they allow."""
     asked, known = asked_revisions(settings).get(TOKENIZER_KEY), meta.get("hub")
     if not isinstance(known, dict) or known.get("id") != settings.tokenizer:
         return False
@@ -314,15 +313,18 @@ def _make(
 
 
 def named_tokenizer(settings: Settings) -> FullTokenizer:
-    """Open the tokenizer that the settings name, where it lies; nothing is installed. Raises: as `stage_tokenizer`."""
+    """Open the named tokenizer in its own place. Installs nothing.
+
+    Raises: FileNotFoundError if it is missing; CacheError if it cannot be used; ConnectionError without the hub.
+    """
     assert settings.tokenizer is not None
     return _checked(settings, settings.tokenizer)
 
 
 def copy_tokenizer(settings: Settings, path: Path) -> dict[str, Any]:
-    """Make the tokenizer that the settings name the cache at `path`, unless it is; returns its meta.
+    """Copy the named tokenizer to the cache at `path`, unless it is there. Returns its meta.
 
-    For a tokenizer of one cache; that of a folder of caches: `ensure_tokenizer`.
+    For a tokenizer of one cache; `ensure_tokenizer` makes the tokenizer of a folder of caches.
     """
     assert settings.tokenizer is not None
     found = _find(settings, settings.tokenizer)
@@ -337,19 +339,19 @@ def copy_tokenizer(settings: Settings, path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Named:
-    """A tokenizer that the settings name, where it lies: read and opened once."""
+    """A named tokenizer in its own place, read and opened once."""
 
     name: str
     """As in the settings."""
     path: Path
-    """The file that decides its ids."""
+    """File that decides its ids."""
     follow_links: bool
     hub: dict[str, str] | None = None
-    """Of one of the hub: its id and its revision, for meta.json."""
+    """Id and revision on the hub, for meta.json; None for a file."""
 
     @functools.cached_property
     def files(self) -> dict[str, bytes]:
-        """Its files by their names in a cache. Raises: FileNotFoundError, CacheError."""
+        """Files by their names in a cache. Raises: FileNotFoundError; CacheError."""
         try:
             return tokenizer_files(self.path, follow_links=self.follow_links)
         except OSError as error:
@@ -361,13 +363,13 @@ class _Named:
         return content_sha256(records_of(self.files))
 
     def opened(self) -> FullTokenizer:
-        """Open it. Raises: CacheError for what is no tokenizer."""
+        """Open it. Raises: CacheError for a file that is no tokenizer."""
         return opened(self.path, self.content, self.follow_links)
 
     def about(self, settings: Settings) -> dict[str, Any]:
-        """Return what meta.json says of it, also from the meta beside it.
+        """Return its facts for meta.json, also from a meta.json beside it.
 
-        Raises: CacheError for what is no tokenizer, and for one that was trained on the sample where the text is not.
+        Raises: CacheError for a file that is no tokenizer, or one trained on the sample for other text.
         """
         sha256, known = self.opened().sha256, dict[str, Any]()
         for name in ("tokenizer_meta.json", META_NAME):
@@ -385,7 +387,7 @@ class _Named:
 
 
 def _name_of(settings: Settings) -> str | None:
-    """Return the path or id of the tokenizer to copy; None if one has to be trained."""
+    """Return the path or id of the tokenizer to copy; None if one must be trained."""
     if settings.tokenizer is not None:
         return settings.tokenizer
     is_default = settings.source_root != "sample" and DEFAULT_TOKENIZER_PATH.is_file()
@@ -393,17 +395,17 @@ def _name_of(settings: Settings) -> str | None:
 
 
 def is_id(name: str) -> bool:
-    """Whether a name is an id of the hub: not that of a file or folder, and not written like one."""
+    """Return whether a name is an id of the hub: no file or folder has it, and it is not written like a path."""
     path = os.path.expanduser(name)
     return not (hub.is_local(name) or os.path.lexists(path) or name.endswith((".model", ".json")))
 
 
 def _find(settings: Settings, name: str, revision: str | None = None) -> _Named:
-    """Return where a named tokenizer lies; of one of the hub, its files are downloaded first.
+    """Return the place of a named tokenizer. Downloads its files first if it is on the hub.
 
-    revision: of the hub; None: the one of the settings, else the newest.
-    Links in a named folder are followed by `follow_links` only: it may be from strangers, and its files are copied.
-    Raises: FileNotFoundError, CacheError; as `hub_tokenizer_file`.
+    revision: of the hub; None: by the settings, else the newest.
+    Links in a named folder are followed only with `follow_links`: strangers may have made it, and its files are copied.
+    Raises: FileNotFoundError; CacheError; ConnectionError without the hub.
     """
     if is_id(name):
         asked = asked_revisions(settings).get(TOKENIZER_KEY)
@@ -432,7 +434,7 @@ def _absent(name: str, error: OSError) -> FileNotFoundError:
 
 
 def _checked(settings: Settings, name: str) -> FullTokenizer:
-    """Open a named tokenizer. Raises: FileNotFoundError; CacheError if it cannot be used for the settings' text."""
+    """Open a named tokenizer. Raises: FileNotFoundError; CacheError if the settings' text cannot be built with it."""
     found = _find(settings, name)
     found.about(settings)
     return found.opened()
@@ -442,7 +444,7 @@ def _checked(settings: Settings, name: str) -> FullTokenizer:
 
 
 def _write(files: Mapping[str, bytes], about: dict[str, Any], work: Path) -> dict[str, Any]:
-    """Write all files of a tokenizer; returns its meta."""
+    """Write all files of a tokenizer. Returns its meta."""
     for name, content in files.items():
         write_bytes(work / name, content)
     tokenizer = load_tokenizer(work, follow_links=False)
@@ -472,14 +474,14 @@ def _write(files: Mapping[str, bytes], about: dict[str, Any], work: Path) -> dic
 
 
 def ended_caches(settings: Settings, chosen: Sequence[str]) -> list[str]:
-    """Return the finished caches of the installed tokenizer that a build of `chosen` does not build again."""
+    """Return finished caches of the installed tokenizer that a build of `chosen` does not build again."""
     root = cache_root(settings)
     installed = (find_meta(root / TOKENIZER_KEY) or {}).get("tokenizer_sha256")
     return [key for key, sha256 in _tokenizers_in_use(root).items() if sha256 == installed and key not in chosen]
 
 
 def log_unseen_source(settings: Settings, meta: Mapping[str, Any], key: str) -> None:
-    """Log that a tokenizer trained here was not trained on the source of a cache, and how to train one that is."""
+    """Log that a tokenizer was not trained on the source of a cache, and how to train one on it."""
     num_bytes, name = meta.get("trained_on_bytes"), key.rpartition("/")[2]
     if meta.get("origin") != "trained" or not isinstance(num_bytes, Mapping):
         return
@@ -498,7 +500,7 @@ def log_unseen_source(settings: Settings, meta: Mapping[str, Any], key: str) -> 
 
 
 def _warn_of_older_caches(settings: Settings, meta: Mapping[str, Any]) -> None:
-    """Warn of the caches that a tokenizer with this meta makes unreadable when it is installed, and how to go back."""
+    """Warn of caches that become unreadable once the tokenizer with this meta is installed, and say how to go back."""
     root, new = cache_root(settings), str(meta["tokenizer_sha256"])
     older = {key: sha256 for key, sha256 in _tokenizers_in_use(root).items() if sha256 != new}
     if not older:
@@ -535,10 +537,9 @@ def _tokenizers_in_use(root: Path) -> dict[str, str]:
 
 
 def _command(settings: Settings, keys: Sequence[str]) -> str:
-    """Return the command that builds some caches, given by key or name, under these settings.
+    """Return the command that builds caches, given by key or name, under these settings.
 
-    A user-defined source that the settings do not define has the line of its last recorded run; without one it is left
-    out.
+    A user-defined source that the settings lack gets the line of its last recorded run; without one it is left out.
     """
     chosen = []
     for name in dict.fromkeys(key if key in TREES else key.rpartition("/")[2] for key in keys):
@@ -552,7 +553,7 @@ def _command(settings: Settings, keys: Sequence[str]) -> str:
 
 
 def _recorded_line(settings: Settings, name: str) -> dict[str, Any]:
-    """Return the settings' line, with the line that defined a user source in its last run; {} without a record."""
+    """Return the settings' line with the line that defined a user source in its last run; {} without a record."""
     for family in FAMILIES:
         recorded = getattr(recorded_settings(cache_root(settings), f"{family}/{name}"), family) or ""
         if lines := [line for line in recorded.split(";") if source_of(line) == name]:

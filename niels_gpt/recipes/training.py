@@ -1,4 +1,4 @@
-"""A tokenizer trained here: on which sources, in which order, on how much text of each, and by which settings."""
+"""Train a tokenizer: on which sources, in which order, on how much text of each, with which settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.engine.meta import content_sha256
-from niels_gpt.interrupts import ended_at_once
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_whole
 from niels_gpt.recipes.user_sources import text_sources
@@ -24,6 +23,7 @@ from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import file_records, resolved
 from niels_gpt.tokenizer_training import train_tokenizer
 from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON, tokenizer_files
+from niels_gpt.work import ended_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +35,21 @@ TRAINING_SETTINGS = {
     "seed": "seed",
     "tokenizer_max_bytes": "max_bytes",
 }
-"""The settings that decide a tokenizer trained here, and the keys of its meta.json that record them."""
+"""Settings that decide a trained tokenizer -> keys of its meta.json that record them."""
 ASKING = ("tokenizer_kind", *(name for name in TRAINING_SETTINGS if name != "seed"))
-"""The settings with which a build asks for another tokenizer than the one that is there."""
+"""Settings with which a build asks for another tokenizer than the installed one."""
 _OF_SENTENCEPIECE = ("model_type", "normalization", "character_coverage")
 _FAILED = "failed"
 _LITTLE_TEXT = 1_000_000  # utf-8 bytes: a tokenizer of fewer has hardly a piece longer than a syllable
 
 
 def training_order() -> list[str]:
-    """Return the built-in sources, the small ones first: the largest comes last and fills the rest."""
+    """Return the built-in sources, small ones first: the largest comes last and fills the rest."""
     return sorted(SOURCES, key=lambda name: SOURCES[name].training_rank)
 
 
 def train(settings: Settings, user_sources_only: bool) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Train a tokenizer on the sources; returns its files and its meta. Raises: ValueError without text."""
+    """Train a tokenizer on the sources. Returns its files and its meta. Raises: ValueError without text."""
     num_bytes: dict[str, int | str] = {}
     fingerprints: dict[str, str] = {}
     names = [*text_sources(settings), *([] if user_sources_only else training_order())]
@@ -93,7 +93,7 @@ def train(settings: Settings, user_sources_only: bool) -> tuple[dict[str, bytes]
 
 
 def sources_with_text(num_bytes: Mapping[str, Any]) -> list[str]:
-    """Return the sources that a tokenizer was trained on. num_bytes: `trained_on_bytes` of its meta."""
+    """Return the sources that gave text. num_bytes: `trained_on_bytes` of the tokenizer's meta."""
     return [source for source, size in num_bytes.items() if isinstance(size, int) and size]
 
 
@@ -101,13 +101,13 @@ def sources_with_text(num_bytes: Mapping[str, Any]) -> list[str]:
 
 
 def training_settings(settings: Settings) -> dict[str, Any]:
-    """Return those of TRAINING_SETTINGS that a tokenizer of the settings' kind is made by."""
+    """Return the TRAINING_SETTINGS that decide a tokenizer of the settings' kind."""
     read = (name for name in TRAINING_SETTINGS if settings.tokenizer_kind != "bpe" or name not in _OF_SENTENCEPIECE)
     return {name: getattr(settings, name) for name in read}
 
 
 def has_values(settings: Settings, names: Sequence[str], meta: Mapping[str, Any]) -> bool:
-    """Whether some training settings have the values by which the tokenizer with this meta was trained here."""
+    """Return whether the tokenizer with this meta was trained here with these values of the named settings."""
     kind = "bpe" if meta.get("tokenizer_kind") == "huggingface" else "sentencepiece"
     made_by = {name: meta.get(key) for name, key in TRAINING_SETTINGS.items()} | {"tokenizer_kind": kind}
     return not names or (
@@ -116,20 +116,20 @@ def has_values(settings: Settings, names: Sequence[str], meta: Mapping[str, Any]
 
 
 def was_trained_by(settings: Settings, meta: Mapping[str, Any]) -> bool:
-    """Whether these settings trained the tokenizer with this meta, and would not train it otherwise now."""
+    """Return whether these settings trained the tokenizer with this meta, and would train the same again."""
     names = ["tokenizer_kind", *training_settings(settings)]
     return has_values(settings, names, meta) and not has_new_sources(settings, meta)
 
 
 def has_new_sources(settings: Settings, meta: Mapping[str, Any]) -> bool:
-    """Whether a source that failed when the tokenizer with this meta was trained has changed."""
+    """Return whether a source that failed in the training of this tokenizer has changed."""
     known = {*training_order(), *text_sources(settings)}
     failed = {name: state for name, state in meta.get("failed_sources", {}).items() if name in known}
     return any(source_state(settings, name) != state for name, state in failed.items())
 
 
 def source_state(settings: Settings, name: str) -> str | None:
-    """Return the fingerprint of a source that failed: when it changes, training is tried again. None if unknown."""
+    """Return the fingerprint of a source that failed; None if unknown. A change makes training try it again."""
     try:
         return str(_resolved(settings, name).provenance(None, ask_hub=False)["fingerprint"])
     except (OSError, ValueError):
@@ -137,7 +137,7 @@ def source_state(settings: Settings, name: str) -> str | None:
 
 
 def records_of(files: Mapping[str, bytes]) -> list[dict[str, Any]]:
-    """Return what meta.json says of each file of a tokenizer."""
+    """Return the records of a tokenizer's files for meta.json."""
     return [
         {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         for name, content in files.items()
@@ -145,14 +145,14 @@ def records_of(files: Mapping[str, bytes]) -> list[dict[str, Any]]:
 
 
 def meta_or_none(path: Path) -> dict[str, Any] | None:
-    """Return the meta of a tokenizer; None without one, or if it is damaged."""
+    """Return the meta of a tokenizer; None if it is missing or damaged."""
     with contextlib.suppress(CacheError):
         return find_meta(path)
     return None
 
 
 def undamaged(version: Path) -> dict[str, Any] | None:
-    """Return the meta of a version of a tokenizer; None without one, or if it or a file is damaged."""
+    """Return the meta of a version of a tokenizer; None if it or a file is missing or damaged."""
     with contextlib.suppress(CacheError, OSError):
         meta = read_meta(str(version / META_NAME))
         records = records_of(tokenizer_files(version))
@@ -163,7 +163,7 @@ def undamaged(version: Path) -> dict[str, Any] | None:
 
 
 def trained_earlier(settings: Settings, path: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return a version that these settings trained after the installed one at `path`, and that is not installed yet."""
+    """Return a version that these settings trained after the installed one at `path`, not installed yet."""
     folder = versions.versions_dir(path)
     installed = resolved(path)
     if meta_or_none(path) is None or installed.parent != resolved(folder):
@@ -186,8 +186,8 @@ def _texts(
 ) -> Iterator[str]:
     """Yield at most tokenizer_max_bytes of the sources' texts.
 
-    num_bytes: receives the utf-8 bytes of each source, or "absent" or "failed". fingerprints: receives those of the
-    sources that were read in the hub's order.
+    num_bytes: receives the utf-8 bytes of each source, or "absent" or "failed". fingerprints: receives the fingerprints
+        of sources that were read in the hub's order.
     """
     left = settings.tokenizer_max_bytes
     missing: dict[str, list[str]] = {}  # names by the reason

@@ -1,7 +1,7 @@
-"""Which plan of units the settings have, without reading the text again; what a plan says, and how it differs.
+"""Find the plan of units for some settings without reading the text again; read a plan, and say how it differs.
 
-A source of files has the fingerprint of all of their bytes. The machine that fixes the plan reads them once; the others
-compare names, sizes and times of modification, and read the bytes again only where these differ.
+The fingerprint of a source of files covers all bytes. The machine that fixes the plan reads them once. Other machines
+compare names, sizes and modification times, and read the bytes again only if these differ.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.data.exclude import read_exclusion
-from niels_gpt.engine.units import LISTINGS_NAME, Plan, UnitKind, plans_of
+from niels_gpt.engine.units import LISTINGS_NAME, PartitionPlan, UnitKind, plans_of
 from niels_gpt.kinds.kind import MALFORMED, Cache
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root, is_committed, is_current, recorded_recipe
 from niels_gpt.recipes.request import Inputs, Request
@@ -30,12 +30,12 @@ _MAX_LISTINGS_BYTES = 1 << 20
 
 def recorded_units(
     inputs: Inputs, listing: str | None, observed: str | None = None
-) -> tuple[Request, Plan | None] | None:
-    """Return the cache that is asked for, with the newest plan of these settings, or without one where the committed
-    version is newer and current. The text is not read.
+) -> tuple[Request, PartitionPlan | None] | None:
+    """Return the request with the newest plan of these settings, or without a plan if the committed version is newer
+    and current. Reads no text.
 
-    listing: of `listing_of`. observed: a fingerprint of the text that alone counts; None: any.
-    None: there is neither, or files differ in name, size or time from those that were recorded.
+    listing: from `listing_of`. observed: a fingerprint of the text that must match; None: any.
+    Returns None if there is neither, or a file differs in name, size or time from the record.
     """
     dataset, _, revision = (observed or "").rpartition("@")
     is_of_source = not dataset if listing else dataset == inputs.source.dataset and revision != "None"
@@ -55,12 +55,12 @@ def recorded_units(
     return None
 
 
-_Record = tuple[Plan | None, dict[str, Any], set[Any], Any]
-"""Plan, provenance, listings and fingerprint of what was written of a cache; no plan: of the committed version."""
+_Record = tuple[PartitionPlan | None, dict[str, Any], set[Any], Any]
+"""Plan (None for the committed version), provenance, listings and fingerprint."""
 
 
 def _records(inputs: Inputs) -> list[_Record]:
-    """Return the plans of as many units, and the record of the committed version, newest first."""
+    """Return the plans with the same number of units, and the record of the committed version, newest first."""
     path = inputs.path
     found: list[tuple[int, _Record]] = []
     for plan in plans_of(path):
@@ -74,12 +74,14 @@ def _records(inputs: Inputs) -> list[_Record]:
     return [record for _, record in sorted(found, key=lambda entry: -entry[0])]
 
 
-def settings_of(plan: Plan, settings: Settings, reads: Sequence[str], tokenizer_content: str | None) -> Settings | None:
-    """Return these settings, with the plan's values for what decides bytes; None where a file that it needs is not
-    known here.
+def settings_of(
+    plan: PartitionPlan, settings: Settings, reads: Sequence[str], tokenizer_content: str | None
+) -> Settings | None:
+    """Return the settings with the plan's values for all settings that decide bytes. None if this machine lacks a file
+    that the plan needs.
 
-    reads: names of the settings that decide bytes: no other is taken from a plan.
-    tokenizer_content: content_sha256 of the tokenizer of `settings`; None: unknown.
+    reads: names of the settings that decide bytes; no other is taken from the plan.
+    tokenizer_content: content_sha256 of the tokenizer of `settings`; None if unknown.
     """
     asked = plan.content["recipe"]
     recipe = {
@@ -101,8 +103,8 @@ def settings_of(plan: Plan, settings: Settings, reads: Sequence[str], tokenizer_
     return there if excluded == excluded_sha256(settings) else None
 
 
-def differences(plan: Plan, asked: Request) -> list[str]:
-    """Return in what a plan differs from the cache that is asked for, in words."""
+def differences(plan: PartitionPlan, asked: Request) -> list[str]:
+    """Return, in words, how a plan differs from the request."""
     found = []
     if plan.total != asked.settings.partitions:
         found.append(f"partitions: {plan.total} there, {asked.settings.partitions} here")
@@ -119,11 +121,11 @@ def differences(plan: Plan, asked: Request) -> list[str]:
     return found or ["the licence, the attribution or what --exclude leaves out"]
 
 
-def tokenizer_of(plans: list[Plan], settings: Settings) -> Outcome | None:
-    """Return the tokenizer of the newest plan of as many units, if it was downloaded or trained as the settings say and
-    is still there.
+def tokenizer_of(plans: list[PartitionPlan], settings: Settings) -> Outcome | None:
+    """Return the tokenizer of the newest plan with the same number of units. None unless it was downloaded or trained
+    by these settings, and is still there.
 
-    So a plan keeps its tokenizer, as it keeps the revision of its text: the hub is not asked for a newer one.
+    A plan keeps its tokenizer like the revision of its text: the hub is not asked for a newer one.
     """
     for plan in plans:
         folder = _staged(plan, settings)
@@ -140,14 +142,14 @@ def tokenizer_of(plans: list[Plan], settings: Settings) -> Outcome | None:
     return None
 
 
-def _staged(plan: Plan, settings: Settings) -> Path:
-    """Return the folder of the version that a plan's tokenizer is; it may be gone."""
+def _staged(plan: PartitionPlan, settings: Settings) -> Path:
+    """Return the folder of the version that holds a plan's tokenizer; it may be gone."""
     versions = versions_dir(cache_root(settings) / TOKENIZER_KEY)
     return versions / str(plan.content["tokenizer_content_sha256"])[:VERSION_DIGITS]
 
 
-def listings_of(plan: Plan) -> set[str | None]:
-    """Return the listings under which the text of a plan was seen."""
+def listings_of(plan: PartitionPlan) -> set[str | None]:
+    """Return all recorded listings of the text of a plan."""
     more = b""
     with suppress(OSError, CacheError):
         more = read_regular(plan.folder / LISTINGS_NAME, _MAX_LISTINGS_BYTES)
@@ -155,15 +157,15 @@ def listings_of(plan: Plan) -> set[str | None]:
 
 
 def excluded_sha256(settings: Settings) -> str | None:
-    """Return the sha256 of what --exclude leaves out; None without it."""
+    """Return the sha256 of the list of --exclude; None without one."""
     return None if settings.exclude is None else str(read_exclusion(settings.exclude).facts["sha256"])
 
 
 def partition_at(path: Path, name: str, begin: int, end: int) -> tuple[int, int] | None:
-    """Return number and total of the first partition that bytes of a file are from; None where nothing tells, and for a
-    cache that no partition mends.
+    """Return number and total of the first partition with bytes in this part of a file. None if nothing tells, or no
+    partition can mend the cache.
 
-    path: the public folder. name: of the file in it. begin, end: the first byte, and the byte after the last one.
+    path: the public folder. name: of the file in it. begin, end: first byte, and byte after the last one.
     """
     try:
         cache = Cache.open(path)
@@ -177,10 +179,10 @@ def partition_at(path: Path, name: str, begin: int, end: int) -> tuple[int, int]
     return (some[0], int(cache.meta["partitions"]["total"])) if some else None
 
 
-def is_of_seal(plan: Plan) -> bool:
-    """Whether a plan of the committed cache is older than its record: what a killed seal has left.
+def is_of_seal(plan: PartitionPlan) -> bool:
+    """Return whether a plan is older than the record of the committed cache, so that a killed seal has left it.
 
-    One that was fixed later mends this cache.
+    A newer plan mends this cache.
     """
     return _written(plan.folder / PLAN_NAME) <= _written(versions_dir(plan.path) / RECIPE_NAME)
 

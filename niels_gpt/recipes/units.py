@@ -1,6 +1,6 @@
-"""A cache in units (users say partitions) as the settings ask for it: its plan, building one unit or all, the seal.
+"""Build a cache in units, which users call partitions: fix the plan, build one unit or all, and seal.
 
-Every object of `Units` looks at the folder of caches first: what is there already is not made again.
+Making an object of `Units` looks at the folder of caches first; finished units and current caches are not made again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from niels_gpt.engine.units import (
     Commands,
     Mend,
     Mended,
-    Plan,
+    PartitionPlan,
     Unit,
     UnitKind,
     discard_plan,
@@ -37,7 +37,6 @@ from niels_gpt.engine.units import (
     version_folder,
 )
 from niels_gpt.kinds.kind import MALFORMED, Kind, kind_of_key, units_of_key
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.family import Job
 from niels_gpt.recipes.records import (
     Measurement,
@@ -77,11 +76,12 @@ from niels_gpt.storage.versions import (
     refuse_if_building,
     versions_dir,
 )
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 
 BUILT_WHOLE = "built whole, without partitions: trees of messages and stubs have none"
-"""What W505 says of a cache."""
+"""Text of W505."""
 
 
 class NoPlan(CacheError):
@@ -89,15 +89,15 @@ class NoPlan(CacheError):
 
 
 class MadeUnit(NamedTuple):
-    """What a build of one unit did."""
+    """Result of the build of one unit."""
 
     key: str
-    """Of the cache, such as pretrain/roam."""
+    """Key of the cache, such as pretrain/roam."""
     partition: Partition
     meta: dict[str, Any]
-    """The unit's receipt; the meta.json of the sealed cache where that is current, and no unit is needed."""
+    """Receipt of the unit; the meta.json of the sealed cache if that is current, so that no unit is needed."""
     reused: bool
-    """True where the unit was finished before, or the sealed cache is current."""
+    """Whether the unit was finished before, or the sealed cache is current."""
     seconds: float
     """Wall time since the object of `Units` was made."""
 
@@ -107,8 +107,8 @@ class CacheUnits(ABC):
 
     key: str
     settings: Settings
-    plan: Plan | None = None
-    """None: the committed cache is current, and no unit is needed."""
+    plan: PartitionPlan | None = None
+    """None if the committed cache is current, so that no unit is needed."""
     _measurement: Measurement
 
     @property
@@ -118,31 +118,31 @@ class CacheUnits(ABC):
 
     @property
     def counted(self) -> str:
-        """What progress of a build counts first; then come tokens."""
+        """What the progress of a build counts, besides tokens."""
         kind = kind_of_key(self.key)
         return Kind.counted if kind is None else kind.counted
 
     @property
     def budget(self) -> int | None:
-        """Tokens of all units, where they are known before."""
+        """Tokens of all units, if known before the build."""
         return None
 
     @abstractmethod
     def states(self) -> list[Unit]:
-        """Return each unit by number; [] where the cache is current."""
+        """Return the state of each unit in order; [] if the cache is current."""
 
     def unfinished(self) -> list[int]:
-        """Return the numbers of the units that are not finished."""
+        """Return the numbers of the unfinished units."""
         return [unit.number for unit in self.states() if unit.state != "finished"]
 
     def build(self, number: int, *, wait: bool = False, progress: Progress | None = None) -> MadeUnit:
         """Build unit `number`, from 0, unless it is finished or the cache is current. A killed build resumes.
 
-        wait: wait for another builder of it, instead of E503.
-        progress: receives what `counted` names, tokens, and the unit's part of the budget (None without one).
-        Raises: ValueError for a number that there is not; CacheError E306 where the text is no longer the plan's text,
-            E503; E511 or E712 where this machine has another plan or other code than the first one; what the builder
-            raises.
+        wait: for another builder of the unit, instead of E503.
+        progress: receives the items that `counted` names, tokens, and the unit's part of the budget (None without one).
+        Raises: ValueError for an unknown number; CacheError E306 if the text is no longer the plan's text, E503 if
+            another process builds the unit, E511 or E712 if this machine has another plan or program than the first
+            one; the errors of the builder.
         """
         partition = Partition.checked(number, self.settings.partitions)
         if self.plan is None:
@@ -153,49 +153,49 @@ class CacheUnits(ABC):
 
     @abstractmethod
     def build_all(self, progress: Progress | None = None) -> Outcome:
-        """Build the units that are missing here, and seal them. Raises: as `build` and `seal`."""
+        """Build all missing units here, and seal the cache. Raises: the errors of `build` and `seal`."""
 
     @abstractmethod
     def seal(self, *, deep: bool = True, wait: bool = False, progress: Progress | None = None) -> Outcome:
-        """Check all units, and commit the cache that they make; a current cache is reused.
+        """Check all units and commit their cache. Reuses a current cache.
 
-        deep: read every file; else receipts and sizes alone are looked at. wait: wait for other builders of the cache
-        and of its units, instead of E503. progress: receives files, bytes read, and bytes to read in all.
-        Raises: CacheError naming the units that are not finished, each with its command; E503; OSError.
+        deep: read every file, instead of receipts and sizes only. wait: for other builders of the cache and its units,
+            instead of E503. progress: receives files, bytes read, and bytes to read in all.
+        Raises: CacheError E510 for unfinished units, each with its command, E503 if another process builds; OSError.
         """
 
     @abstractmethod
     def restart(self, number: int) -> bool:
-        """Make the next build of a unit start from scratch; False, and nothing is done, for a current cache.
+        """Make the next build of a unit start from scratch. Returns False, and does nothing, for a current cache.
 
-        Raises: CacheError E503 if it is being built, or the cache sealed.
+        Raises: CacheError E503 while the unit is built or the cache sealed.
         """
 
     def mend(self, number: int, progress: Progress | None = None) -> tuple[MadeUnit, Mended] | None:
-        """Build a unit of the sealed cache again for its damaged files; None where that is not done."""
+        """Build a unit of the sealed cache again for its damaged files. Returns None if it cannot."""
         return None
 
     @abstractmethod
     def is_current(self) -> bool:
-        """Whether the committed cache is the one that the settings ask for."""
+        """Return whether the committed cache is the requested one."""
 
     @abstractmethod
     def current_meta(self) -> dict[str, Any]:
-        """Return the meta of the committed cache, which is current; a plan that a killed seal has left is removed."""
+        """Return the meta of the committed, current cache. Removes a plan that a killed seal has left."""
 
     @abstractmethod
     def _built(
-        self, plan: Plan, partition: Partition, wait: bool, progress: Progress | None
+        self, plan: PartitionPlan, partition: Partition, wait: bool, progress: Progress | None
     ) -> tuple[dict[str, Any], bool]:
-        """Return the receipt of a unit, which is built first unless it is finished, and whether it was.
+        """Return the receipt of a unit, built first unless it is finished, and whether it was finished.
 
-        Where the cache is sealed meanwhile: its meta, and True.
+        If the cache was sealed meanwhile: its meta, and True.
         """
 
-    def _sealed(self, plan: Plan) -> dict[str, Any] | None:
-        """Return the meta of the cache if another process has sealed it; None: its units are needed.
+    def _sealed(self, plan: PartitionPlan) -> dict[str, Any] | None:
+        """Return the meta of the cache if another process has sealed it; None if its units are needed.
 
-        Raises: NoPlan E511 where the plan was removed, and there is no cache of it.
+        Raises: NoPlan E511 if the plan was removed, and there is no cache of it.
         """
         has_plan = plan.is_there  # asked first: a seal commits, then removes the plan
         is_sealed = self.is_current()
@@ -211,7 +211,7 @@ class CacheUnits(ABC):
 
     @property
     def _commands(self) -> Commands:
-        """The commands that build one unit, build all, and seal."""
+        """Commands that build one unit, build all, and seal."""
         command, total = partial(build_command, self.settings, self.key), self.settings.partitions
         return Commands(lambda number: command("--partition", str(number % total)), command(), command(verb="seal"))
 
@@ -223,8 +223,8 @@ class CacheUnits(ABC):
 class Units(CacheUnits):
     """The units of a cache of text, chats or rollouts.
 
-    It makes the tokenizer, resolves the source, and checks the folder, the program and the disk. Any machine may make
-    one, any number of times; a plan of the same settings is kept, and the revision of the hub in it.
+    Makes the tokenizer, resolves the source, and checks the folder, the program and the disk. Any machine may make an
+    object, any number of times. A plan of the same settings is kept, with its revision of the hub.
     """
 
     def __init__(
@@ -236,13 +236,11 @@ class Units(CacheUnits):
         observed: str | None = None,
         fixes: bool = True,
     ) -> None:
-        """source: of the cache, or its name. refresh: ask the hub for its newest revision, even where a plan is there.
-
-        observed: as of `Inputs.found`. fixes: fix a plan where there is none; else that is an error.
+        """source: of the cache, or its name. refresh: ask the hub for its newest revision, even if there is a plan.
+        observed: as in `Inputs.found`. fixes: fix a plan if there is none; else that is an error.
         Raises: UsageError for settings without partitions, or a cache that is always built whole; NoPlan E510 or E511
-            where none may be fixed; CacheError E511 where the plan was fixed with other versions; E512 for a file
-            system that lacks what is needed; NoRoomError; what resolving the source and the tokenizer raise.
-        """
+            if none may be fixed; CacheError E511 if the plan was fixed with other versions, E512 for a file system
+            without the needed features; NoRoomError; the errors of resolving the source and the tokenizer."""
         self._measurement = Measurement()
         self.settings = settings
         self.source = resolve_source(settings, source) if isinstance(source, str) else source
@@ -272,13 +270,13 @@ class Units(CacheUnits):
         return self.source.budget(self.settings)
 
     def is_current(self) -> bool:
-        """Whether the committed cache is of the plan's recipe."""
+        """Return whether the committed cache is of the plan's recipe."""
         return is_current(self.path, self.asked.fingerprint)
 
     # --- which plan ---
 
     def _find(self, observed: str | None, *, asks_hub: bool) -> None:
-        """Set `asked` and `plan`; the plan is fixed if there is none."""
+        """Set `asked` and `plan`. Fixes the plan if there is none."""
         if not asks_hub and self._is_recorded(observed):
             return
         # One machine reads the files for their fingerprint, or asks the hub; the others wait, and find its plan.
@@ -293,16 +291,17 @@ class Units(CacheUnits):
                 self._add_listing(self._listing)
 
     def _is_recorded(self, observed: str | None) -> bool:
-        """Set `asked` and `plan` by what was recorded of these settings, without reading the text; False: nothing."""
+        """Set `asked` and `plan` from the records of these settings, without reading the text. Returns False if there
+        are none."""
         found = recorded_units(self._inputs, self._listing, observed)
         if found is not None:
             self.asked, self.plan = found
         return found is not None
 
-    def _fixed(self, *, mends: bool = False) -> Plan:
-        """Return the plan of `asked`, which is fixed if there is none. `build_lock` of the cache is held.
+    def _fixed(self, *, mends: bool = False) -> PartitionPlan:
+        """Return the plan of `asked`, fixed if there is none. The caller holds the `build_lock` of the cache.
 
-        mends: one unit is built, so the disk need not have room for all.
+        mends: only one unit is built, so the disk need not have room for all.
         """
         plans, tokenizer = plans_of(self.path), self.asked.tokenizer
         plan = next((plan for plan in plans if plan.fingerprint == self.asked.fingerprint), None)
@@ -336,7 +335,8 @@ class Units(CacheUnits):
         )
 
     def _add_listing(self, listing: str) -> None:
-        """Record another listing of the same text, so that later commands need not read it. `build_lock` is held."""
+        """Record another listing of the same text, so that later commands need not read it. The caller holds
+        `build_lock`."""
         if self.plan is None:
             recipe = {**recorded_recipe(self.path), "listing": listing}
             write_bytes(versions_dir(self.path) / RECIPE_NAME, canonical_json(recipe))
@@ -348,15 +348,14 @@ class Units(CacheUnits):
     # --- building and sealing ---
 
     def states(self) -> list[Unit]:
-        """Return each unit by number; [] where the cache is current."""
+        """Return the state of each unit in order; [] if the cache is current."""
         return [] if self.plan is None else [unit for unit in states_of(self.plan, self.kind) if unit.number >= 0]
 
     def build_all(self, progress: Progress | None = None) -> Outcome:
-        """Build the units that are missing here, one after the other, and seal them.
+        """Build all missing units here, one after the other, and seal the cache.
 
-        Other processes that build a unit, or seal, are waited for. Files of units that were there before are
-        read again; for `progress`, the tokens in them count from 0.
-        Raises: as `build` and `seal`.
+        Waits for other processes that build a unit or seal. Reads the files of earlier units again; `progress` counts
+        their tokens from 0. Raises: the errors of `build` and `seal`.
         """
         if self.plan is None:
             return self._finished(self.current_meta(), True)
@@ -368,12 +367,12 @@ class Units(CacheUnits):
         return self.seal(deep=deep, wait=True, progress=total.checked)
 
     def seal(self, *, deep: bool = True, wait: bool = False, progress: Progress | None = None) -> Outcome:
-        """Check all units, commit the cache that they make, and install its tokenizer; a current cache is reused.
+        """Check all units, commit their cache, and install its tokenizer. Reuses a current cache.
 
-        deep: compute the sha256 of every file; else links, receipts and sizes alone are looked at. wait: wait for other
-        builders of the cache and of its units, instead of E503.
-        progress: receives files, bytes read, and bytes to read in all.
-        Raises: CacheError E510 naming the units that are not finished, each with its command; E503; OSError.
+        deep: compute the sha256 of every file, instead of looking at links, receipts and sizes only. wait: for other
+            builders of the cache and its units, instead of E503. progress: receives files, bytes read, and bytes to
+            read in all.
+        Raises: CacheError E510 for unfinished units, each with its command, E503 if another process builds; OSError.
         """
         if self.plan is None:
             return self._finished(self.current_meta(), True)
@@ -408,8 +407,8 @@ class Units(CacheUnits):
     def restart(self, number: int) -> bool:
         """Make the next build of a unit start from scratch; the others stay.
 
-        Returns False, and does nothing, where the cache is current: it has no units any more.
-        Raises: CacheError E503 if it is being built, or the cache sealed.
+        Returns False, and does nothing, for a current cache, which has no units any more.
+        Raises: CacheError E503 while the unit is built or the cache sealed.
         """
         if self.plan is None:
             return False
@@ -424,12 +423,12 @@ class Units(CacheUnits):
         return True
 
     def mend(self, number: int, progress: Progress | None = None) -> tuple[MadeUnit, Mended] | None:
-        """Build unit `number` of the sealed cache again, and put its files in the place of damaged ones.
+        """Build unit `number` of the sealed cache again, and replace its damaged files.
 
-        Returns None, and does nothing, where no cache of these settings and this text is sealed. A killed call is
-        repeated. The plan is removed at the end; it is kept while files stay damaged or missing, for the next unit.
-        progress: as for `build`.
-        Raises: as `build`; CacheError E306, and nothing is changed, where the unit gives other bytes now.
+        Returns None, and does nothing, unless a cache of these settings and this text is sealed. A killed call is
+        repeated. The plan is removed at the end, but kept while files stay damaged or missing, for the next unit.
+        progress: as in `build`, whose errors it raises, too.
+        Raises: CacheError E306, before anything is changed, if the unit gives other bytes now.
         """
         partition, mended = Partition.checked(number, self.settings.partitions), None
         while self.kind.mend is not None and mended is None and is_committed(self.path, self.asked.fingerprint):
@@ -453,10 +452,10 @@ class Units(CacheUnits):
             return None
         return MadeUnit(self.key, partition, receipt, reused, self._measurement.end().seconds), mended
 
-    def _mended_by(self, plan: Plan, number: int, mend: Mend) -> Mended | None:
-        """Mend the sealed cache by all finished units of a plan. `build_lock` of the cache is held.
+    def _mended_by(self, plan: PartitionPlan, number: int, mend: Mend) -> Mended | None:
+        """Mend the sealed cache by all finished units of a plan. The caller holds the `build_lock` of the cache.
 
-        Returns None where another command has removed unit `number`, or committed something else.
+        Returns None if another command has removed unit `number`, or committed another version.
         """
         units = [look_at(plan, self.kind, each) for each in range(plan.total)]
         if units[number].receipt is None or not is_committed(self.path, plan.fingerprint):
@@ -474,9 +473,9 @@ class Units(CacheUnits):
             raise CacheError(folder / META_NAME, found, code="E202") from error
 
     def current_meta(self) -> dict[str, Any]:
-        """Return the meta of the committed cache, which is current; a plan that a killed seal has left is removed.
+        """Return the meta of the committed, current cache. Removes a plan that a killed seal has left.
 
-        A plan that was fixed later mends this cache, and stays.
+        A newer plan mends this cache, and stays.
         """
         meta = self.asked.current_meta() or read_meta(str(self.path / META_NAME))
         for plan in plans_of(self.path):
@@ -487,14 +486,14 @@ class Units(CacheUnits):
 
     def _built(
         self,
-        plan: Plan,
+        plan: PartitionPlan,
         partition: Partition,
         wait: bool,
         progress: Progress | None,
         *,
         mends: bool = False,
     ) -> tuple[dict[str, Any], bool]:
-        """mends: for a sealed cache, which is to have a unit's files again."""
+        """mends: the unit is for a sealed cache that lacks good files."""
         path, asked = plan.unit_path(partition.number), self.asked
         while True:
             if mends:
@@ -522,13 +521,13 @@ class Units(CacheUnits):
                 return meta, False
 
     def _described(self, *flags: str) -> Source:
-        """Return what meta.json says of the source, and of the versions that --accept-code lets differ."""
+        """Return the source for meta.json, with the versions that --accept-code lets differ."""
         source = self.asked.described(*flags)
         accepted = {"accepted_code": self._accepted} if self._accepted else {}
         return replace(source, provenance={**source.provenance, **accepted})
 
     def _check_text(self, path: Path) -> None:
-        """Raise CacheError, and remove the unit built at `path`, where the text is not the plan's text."""
+        """Raise CacheError E306, and remove the unit built at `path`, unless the text is the plan's text."""
         if self._listing is None:
             return
         source = resolve_source(self.settings, self.key.rpartition("/")[2])
@@ -552,9 +551,11 @@ class Units(CacheUnits):
 
     # --- what is refused ---
 
-    def _other_code(self, plan: Plan) -> dict[str, list[Any]]:
-        """Return the versions that differ from those of a plan: name -> there and here. Raises: CacheError E511 unless
-        the settings accept them."""
+    def _other_code(self, plan: PartitionPlan) -> dict[str, list[Any]]:
+        """Return versions that differ between a plan and this machine: name -> there and here.
+
+        Raises: CacheError E511 unless the settings accept them.
+        """
         here, there = map(_flat, (code_identity(), plan.content["code"]))
         differing = {
             name: [there[name], here[name]] for name in sorted(here) if there.get(name, here[name]) != here[name]
@@ -572,7 +573,7 @@ class Units(CacheUnits):
             code="E511",
         )
 
-    def _warn_of_other(self, plan: Plan) -> None:
+    def _warn_of_other(self, plan: PartitionPlan) -> None:
         there = settings_of(plan, self.settings, self.source.spec.settings, self.asked.tokenizer_content)
         back = "" if there in (None, self.settings) else build_command(there or self.settings, self.key)
         logger.warning(
@@ -583,8 +584,8 @@ class Units(CacheUnits):
             extra={"code": "W507"},
         )
 
-    def _no_plan(self, plans: list[Plan]) -> NoPlan:
-        """Return the error where no plan may be fixed: none is there at all, or one of other settings."""
+    def _no_plan(self, plans: list[PartitionPlan]) -> NoPlan:
+        """Return the error if no plan may be fixed: there is none at all, or one of other settings."""
         if not plans:
             return self._none_there()
         differing = {plan.sha256: differences(plan, self.asked) for plan in plans}
@@ -597,15 +598,16 @@ class Units(CacheUnits):
         return NoPlan(self.path, found, "the flags of their builds", self._seals(there), code="E511")
 
     def _seals(self, there: Settings | None) -> str:
-        """Return the remedy of a seal with other flags than the builds. there: their settings; None: not known here."""
+        """Return the remedy for a seal with other flags than the builds. there: settings of the builds; None if
+        unknown."""
         if there is None:
             return "Seal with the flags of the builds, among them --tokenizer and --exclude"
         return f"With these: {build_command(there, self.key, verb='seal')}"
 
     def _made_tokenizer(self, refresh: bool) -> Outcome:
-        """Return the tokenizer: the one of a plan where the settings do not say which, else a staged one.
+        """Return the tokenizer: of a plan if the settings name none, else a staged one.
 
-        Raises: NoPlan for one that would have to be trained where no plan may be fixed.
+        Raises: NoPlan if it must be trained, and no plan may be fixed.
         """
         settings, plans = self.settings, plans_of(self.path)
         apply_lock_setting(cache_root(settings), settings.lock)
@@ -622,7 +624,7 @@ class Units(CacheUnits):
 
 
 class _Total:
-    """The progress of all units that are built here, as the progress of one cache."""
+    """Progress of several units as the progress of one cache."""
 
     def __init__(self, budget: int | None, read: str, progress: Progress | None) -> None:
         """read: see UnitKind."""
@@ -638,25 +640,25 @@ class _Total:
         self._tokens += sum(receipt["totals"][f"{split}_tokens"] for split in SPLITS)
 
     def checked(self, _: int, read: int, num_bytes: int | None) -> None:
-        """Show how much of them the seal has read: the bar begins again."""
+        """Show how many units the seal has read: the bar starts again."""
         if self._progress is not None and num_bytes:
             self._progress(self._documents, self._tokens * read // num_bytes, self._tokens)
 
 
 @functools.cache
 def _check_folder(folder: Path) -> None:
-    """Check the folder of caches once in a process: another machine may have it mounted differently."""
+    """Check the folder of caches once in a process, because another machine may mount it differently."""
     check_shared_folder(folder)
 
 
 def _flat(code: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the versions of a program: of its format and builder, and of each library by name."""
+    """Return the versions of a program: its format and builder, and each library by name."""
     libraries = code.get("libraries")
     return {key: code.get(key) for key in ("format", "builder")} | (libraries if isinstance(libraries, dict) else {})
 
 
 def _nothing(_: dict[str, Any]) -> None:
-    """A unit has no record of a recipe: its receipt names its plan."""
+    """Record no recipe: the receipt of a unit names its plan."""
 
 
 def _wait_for(path: Path) -> None:
@@ -679,10 +681,12 @@ def build_token_cache(
     """Build the cache of a source, or reuse it if it is current.
 
     name: of a built-in or user-defined source, or the key of one of its caches, such as trees/oasst1.
-    settings: with partitions, the missing ones are built here, one after the other, and sealed.
-    refresh: ask the hub for its newest revisions. observed: as of `Inputs.found`.
+    settings: with partitions, missing ones are built here, one after the other, and sealed.
+    refresh: ask the hub for its newest revisions. observed: as in `Inputs.found`.
     progress: receives documents (chats, groups), tokens, and the tokens of both budgets (None without budgets).
-    Raises: as `resolve_source`, `Inputs.of`, `Units` and the builders; NoRoomError.
+    Raises: ValueError for an unknown source or settings that no such cache can have; FileNotFoundError for missing
+        files; ConnectionError without the hub; CacheError for the tokenizer, the folder or the text; NoRoomError; the
+        errors of the builders.
     """
     source = resolve_source(settings, name)
     if settings.partitions > 1:

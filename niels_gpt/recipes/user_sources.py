@@ -1,4 +1,4 @@
-"""User-defined sources: which there are, by the settings' lines NAME=GLOB[:FIELD] and sources.toml, and their rows.
+"""Find the user-defined sources: lines NAME=GLOB[:FIELD] of the settings, and sources.toml.
 
     [pretrain]
     notes = "~/notes"                          # the same as the line notes=~/notes
@@ -12,7 +12,7 @@
     licence = "CC BY 4.0"
     attribution = "The support team"
 
-A relative path is relative to the folder of sources.toml or, in a line of the settings, to the current folder.
+A relative path starts in the folder of sources.toml or, in a line of the settings, in the current folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from niels_gpt.data import local
 from niels_gpt.data.files.part import is_first
 from niels_gpt.data.files.text import PACKED_SUFFIXES, count
 from niels_gpt.data.files.walk import note_links
-from niels_gpt.data.sources import SOURCES, Credit, LoadRequest, Part, SourceSpec
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.data.spec import Credit, LoadRequest, Part, SourceSpec
 from niels_gpt.recipes.family import Family, family_named, family_names
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.errors import DefinitionError, NotFound
@@ -39,9 +40,9 @@ from niels_gpt.storage.fileio import open_for_reading
 logger = logging.getLogger(__name__)
 
 FAMILIES = ("pretrain", "sft", "rollouts")
-"""The families whose sources a line of the settings may define; sources.toml takes every family."""
+"""Families whose sources a line of the settings may define; sources.toml takes every family."""
 DELIVERIES = ("export", "published")
-"""Tables of sources.toml that define no source: where caches are exported or pushed to."""
+"""Tables of sources.toml that define no source: they export or push caches."""
 UNSTATED = "not stated"
 MAX_TOML_BYTES = 1 << 20
 _MAX_DOTS = 1_000  # of a line: tomllib takes hours for a key of 100,000 parts
@@ -55,20 +56,20 @@ _MAX_KINDS = 12  # suffixes in a message
 
 @dataclass(frozen=True)
 class UserSource:
-    """One user-defined source."""
+    """A user-defined source."""
 
     family: str
     """pretrain, sft or rollouts."""
     name: str
-    """Of the cache: FAMILY/NAME."""
+    """NAME of the cache FAMILY/NAME."""
     files: str
     """A file, a folder or a glob."""
     base: Path
-    """What a relative `files` is relative to."""
+    """Folder for a relative `files`."""
     named_in: str
-    """The flag or file that defines it, for messages."""
+    """Flag or file that defines it, for messages."""
     field: str | None = None
-    """The field of a row that holds its text; None: text, content or document."""
+    """Field of a row with its text; None: text, content or document."""
     licence: str = UNSTATED
     """As the user states it."""
     attribution: str = UNSTATED
@@ -76,12 +77,12 @@ class UserSource:
 
     @property
     def of_family(self) -> Family:
-        """How caches of its family are built; where its package is not installed, one that can build none."""
+        """Its family; if the package is not installed, a family that can build nothing."""
         return family_named(self.family) or Family()
 
     @property
     def spec(self) -> SourceSpec:
-        """Its row in the form of the table of built-in sources."""
+        """Its row, in the form of the table of built-in sources."""
         family = self.of_family
         return SourceSpec(
             name=self.name,
@@ -97,7 +98,7 @@ class UserSource:
         )
 
     def find(self, settings: Settings) -> local.LocalFiles:
-        """Return its files. Raises: FileNotFoundError, ValueError as data.local.open_files."""
+        """Return its files. Raises: FileNotFoundError if nothing matches; ValueError for a malformed pattern."""
         return self.of_family.files(self.files, self.base, settings)
 
     def _load(self, request: LoadRequest) -> list[Part]:
@@ -121,10 +122,10 @@ class UserSource:
 
 
 def user_sources(settings: Settings) -> dict[str, UserSource]:
-    """Return the user-defined sources by name, those of sources.toml first.
+    """Return the user-defined sources by name, first from sources.toml.
 
-    Raises: ValueError for an entry that is malformed, and for a name that is taken, UsageError where a line of the
-        settings is the cause; FileNotFoundError for a `sources_file` other than the default that does not exist.
+    Raises: ValueError for a malformed entry or a name that is taken, UsageError if a line of the settings is the cause;
+        FileNotFoundError for a missing `sources_file` other than the default.
     """
     sources: dict[str, UserSource] = {}
     for user in (*_of_file(settings), *_of_lines(settings)):
@@ -143,19 +144,19 @@ def user_sources(settings: Settings) -> dict[str, UserSource]:
 
 
 def text_sources(settings: Settings) -> dict[str, UserSource]:
-    """Return the user-defined sources that have text, for a tokenizer to be trained on: not the rollouts."""
+    """Return the user-defined sources with text, on which a tokenizer can be trained."""
     return {name: user for name, user in user_sources(settings).items() if user.of_family.has_text}
 
 
 def names_in_lines(settings: Settings) -> list[str]:
-    """Return the names that the settings' lines define, without those of sources.toml."""
+    """Return the names that lines of the settings define."""
     return [user.name for user in _of_lines(settings)]
 
 
 def text_suffixes(settings: Settings) -> tuple[str, ...]:
-    """Return the suffixes that settings.as_text adds to those of user-defined text, each also with .gz and .zst.
+    """Return the suffixes that settings.as_text adds to user-defined text, each also with .gz and .zst.
 
-    Raises: ValueError for a malformed suffix, and for one whose files hold rows.
+    Raises: ValueError for a malformed suffix, or one whose files hold rows.
     """
     suffixes: list[str] = []
     for item in (settings.as_text or "").split(","):
@@ -172,9 +173,9 @@ def text_suffixes(settings: Settings) -> tuple[str, ...]:
 
 
 def stated_credit(settings: Settings, source: str) -> dict[str, str]:
-    """Return the licence and the attribution that the settings' lines state for a source, each if there is one.
+    """Return the licence and attribution that lines of the settings state for a source.
 
-    Raises: UsageError for a malformed line, and for a name that no source has.
+    Raises: UsageError for a malformed line, or a name that no source has.
     """
     stated: dict[str, str] = {}
     for name in ("licence", "attribution"):
@@ -202,9 +203,9 @@ def _of_lines(settings: Settings) -> Iterator[UserSource]:
 
 
 def sources_tables(settings: Settings) -> tuple[Path, dict[str, Any]]:
-    """Return the path of sources.toml and what it holds; {} where there is none.
+    """Return the path and content of sources.toml; {} without one.
 
-    Raises: FileNotFoundError for a `sources_file` other than the default that does not exist; ValueError.
+    Raises: FileNotFoundError for a missing `sources_file` other than the default; ValueError for a malformed one.
     """
     path = Path(settings.sources_file).expanduser().absolute()
     if not path.exists():

@@ -2,16 +2,14 @@
 
 A run resumes in exactly the same order, even with other ranks, DataLoader workers or batch sizes.
 
-    batch.py         what a stream yields: tokens, targets, and the segments that belong together
-    stream.py        where training samples are cut into batches; which rank and worker reads which
-    position.py      the position of a stream, with any number of ranks and workers; state_dict
-    state.py         what a state holds, its checksum, and which states are refused
-    epochs.py        EpochStream: which window of a split a sample is, epoch after epoch
-    examples.py      SFTStream: which example of an sft split a sample is, epoch after epoch
-    permutation.py   the pseudo-random order of an epoch, in O(1) memory
+    stream.py        Stream: cuts numbered samples into batches, for any ranks and workers; its position and state
+    epochs.py        Epochs: each unit of a split exactly once an epoch; EpochStream: windows of a pretrain split
+    examples.py      SFTStream: examples of an sft split, or their windows
     mixture.py       MixtureStream: draws from several streams as shares.py says; what happens when one is exhausted
-    changes.py       what a mixture with other sources or weights takes over from the state of a run
     shares.py        weights -> how many samples of a block each source gets; how remainders carry over; their order
+    permutation.py   the pseudo-random order of an epoch, in O(1) memory
+    state.py         what a state holds, which states are refused, and what a changed mixture takes over from one
+    batch.py         what a stream yields: tokens, targets, and the segments that belong together
     packing/         rows without padding: which pieces share a row, and how attention keeps them apart
     prefetching.py   prefetch: batches made ahead in a thread, and copied to the GPU
     evaluation.py    iter_eval: every token of a split once, in order; bits_per_byte

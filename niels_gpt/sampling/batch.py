@@ -71,6 +71,33 @@ class Rows(NamedTuple):
     segments: Segments | None = None
     """None: each row is one segment, of which no more is known."""
 
+    @classmethod
+    def interleaved(cls, parts: Sequence[tuple[NDArray[np.int64], Rows]], has_segments: bool) -> Rows:
+        """Return the rows of a batch. parts: the numbers of some of its rows, ascending, and these rows.
+
+        has_segments: name segments, also where no part does, so that a batch of any rows has the same form.
+        """
+        inverse = torch.from_numpy(np.concatenate([numbers for numbers, _ in parts]).argsort()).to(parts[0][1].x.device)
+        x, y = (torch.cat([getattr(rows, name) for _, rows in parts])[inverse] for name in "xy")
+        if not has_segments:
+            return cls(x, y)
+        T = x.shape[1]
+        known = [(numbers, rows.segments or Segments.whole_rows(len(numbers), T)) for numbers, rows in parts]
+        return cls(x, y, Segments.interleaved(known, T))
+
+    def batch(self, state: dict[str, Any], source: torch.Tensor | None = None) -> Batch:
+        """Return these rows as a batch. state, source: see `Batch`."""
+        if self.segments is None:
+            return Batch(self.x, self.y, state, source)
+        starts, pieces, documents = self.segments
+        lengths = starts[1:] - starts[:-1]
+        longest = lengths.item(lengths.argmax()) if len(lengths) else 0  # takes half the time of max
+        cu_seqlens = torch.from_numpy(starts)
+        if not self.x.is_cpu:
+            cu_seqlens = cu_seqlens.to(self.x.device)
+        of_segments = cu_seqlens, torch.from_numpy(pieces), torch.from_numpy(documents)
+        return Batch(self.x, self.y, state, source, *of_segments, longest)
+
 
 @dataclass(eq=False, repr=False)
 class Batch:
@@ -94,20 +121,6 @@ class Batch:
     piece_ids: torch.Tensor | None = None
     documents: torch.Tensor | None = None
     max_seqlen: int | None = None
-
-    @classmethod
-    def of_rows(cls, rows: Rows, state: dict[str, Any], source: torch.Tensor | None = None) -> Batch:
-        """Return the batch of some rows."""
-        if rows.segments is None:
-            return cls(rows.x, rows.y, state, source)
-        starts, pieces, documents = rows.segments
-        lengths = starts[1:] - starts[:-1]
-        longest = lengths.item(lengths.argmax()) if len(lengths) else 0  # takes half the time of max
-        cu_seqlens = torch.from_numpy(starts)
-        if not rows.x.is_cpu:
-            cu_seqlens = cu_seqlens.to(rows.x.device)
-        of_segments = cu_seqlens, torch.from_numpy(pieces), torch.from_numpy(documents)
-        return cls(rows.x, rows.y, state, source, *of_segments, longest)
 
     @property
     def position_ids(self) -> torch.Tensor | None:

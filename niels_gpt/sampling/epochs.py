@@ -1,11 +1,18 @@
-"""EpochStream: which window of a split a sample is; each window exactly once per epoch."""
+"""Epochs: each unit of a split exactly once an epoch, in a seeded order; EpochStream: windows as units.
+
+Units       what an epoch serves: windows, examples, packed rows, or items of an EAGLE-3 cache
+Epochs      sample k is unit permute(k % n) of epoch k // n
+Ahead       what is made for several batches at once
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,29 +20,215 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.formats import IGNORE_INDEX, TokenDtype
-from niels_gpt.cache.mmap import IO, public_file
+from niels_gpt.cache.mmap import IO, TokenFiles, public_file
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, gathered, split_rows
 from niels_gpt.display.numbers import number_of
-from niels_gpt.sampling.batch import Rows, Segments
-from niels_gpt.sampling.permutation import ROUNDS, mix, random_keys
-from niels_gpt.sampling.state import key_check
-from niels_gpt.sampling.stream import STREAM_VERSION, CacheStream, MadeAhead
+from niels_gpt.sampling.batch import Batch, Rows, Segments
+from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
+from niels_gpt.sampling.state import key_check, limited
+from niels_gpt.sampling.stream import Located, Numbers, Samples, Stream
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.meta_json import printable
+from niels_gpt.storage.meta_json import checked_int, printable
 from niels_gpt.storage.versions import version_name
 
+STREAM_VERSION = 1
+"""Version of the order: increased when the same seed and number mean another sample."""
+_TOKENS_AHEAD = 1 << 20  # 2 MiB of ids of 16 bits: a half and the double take more time
+_BATCHES_AHEAD = 64  # so that the first batch of a stream of short rows does not wait for thousands
+Made = TypeVar("Made")
 
-class EpochStream(CacheStream):
+
+class Split(Protocol):
+    """The split of a cache that units are read from: `PretrainSplit`, `SFTSplit`, an EAGLE-3 dataset."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the identity of its content."""
+
+
+class Units(ABC):
+    """What an epoch serves, numbered from 0: the windows, examples, packed rows or items of one split."""
+
+    version: ClassVar[dict[str, Any]]
+    """`kind` and version of the order, as a state names them."""
+    purpose: ClassVar[int] = 0
+    """Of the keys: units of other kinds with the same seed have unrelated orders."""
+    split: Any
+    """A `Split`."""
+    folder: Path
+    """Of the split's cache, or of the split in it, for messages."""
+    T: int
+    vocab_size: int | None
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of units."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the cache, its version and the split, for messages."""
+
+    def form(self) -> dict[str, Any]:
+        """Return what a mixture's sources have in common beside T."""
+        return {"rows": "tokens"}
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments that decide what a unit is, fit for JSON."""
+
+    @abstractmethod
+    def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> Located:
+        """Look up units by number, each in an epoch: int64 [n] both. key: uint64 [1], for what the seed decides too."""
+
+
+class Epochs(Samples):
+    """The units of one split, epoch after epoch: each exactly once an epoch."""
+
+    def __init__(self, units: Units, *, seed: int, epochs: int | None) -> None:
+        """epochs: how many until the samples end; None: never. Raises: ValueError for too many."""
+        self.units, self.seed, self.epochs = units, seed, epochs
+        self.samples_per_epoch = len(units)
+        keys = random_keys(seed, ROUNDS + 1, purpose=units.purpose)
+        self._keys, self._unit_key = keys[:ROUNDS], keys[ROUNDS:]
+        self.num_samples = None if epochs is None else limited("epochs", epochs, self.samples_per_epoch)
+
+    def identity(self) -> dict[str, Any]:
+        order = {"seed": self.seed, "key_check": key_check(self._keys)}
+        return {**self.units.version, **order, **self.units.settings(), **self.units.split.fingerprint()}
+
+    def progress(self, consumed: int) -> dict[str, int]:
+        return {"epoch": consumed // self.samples_per_epoch, "consumed_samples": consumed}
+
+    def locate(self, numbers: Numbers) -> Located:
+        epochs, positions = np.divmod(numbers, self.samples_per_epoch)
+        is_one = len(epochs) and epochs.min() == epochs.max()  # a single tweak takes less time
+        units = permute(positions, self.samples_per_epoch, self._keys, epochs[:1] if is_one else epochs)
+        return self.units.locate(units, epochs, self._unit_key)
+
+
+class Ahead(Generic[Made]):
+    """What is made of located units for several batches at once, where the calls of each batch would cost more."""
+
+    def __init__(self, total: int, T: int, make: Callable[[slice], Made]) -> None:
+        """total: units that are located. make: called with some of them."""
+        self._total, self._T, self._make = total, T, make
+        self._made: tuple[range, Made] | None = None
+
+    def of(self, first: int, count: int) -> tuple[Made, int]:
+        """Return what was made of units first to first + count - 1 and more, and where in it they begin.
+
+        It is made of up to _BATCHES_AHEAD batches, or of as many as have _TOKENS_AHEAD tokens, and kept.
+        """
+        kept = self._made
+        if kept is None or first < kept[0].start or first + count > kept[0].stop:
+            batches = min(max(1, _TOKENS_AHEAD // max(1, count * self._T)), _BATCHES_AHEAD)
+            known = range(first, min(first + batches * count, self._total))
+            self._made = kept = known, self._make(slice(known.start, known.stop))
+        return kept[1], first - kept[0].start
+
+
+class Windows(Units):
+    """Windows of T + 1 tokens at stride T: (n - 1) // T of a shard of n tokens; none crosses two shards."""
+
+    version: ClassVar[dict[str, Any]] = {"stream": STREAM_VERSION}
+
+    def __init__(self, split: PretrainSplit, T: int, *, random_offset: bool, documents: bool) -> None:
+        """Count the windows of the shards. Raises: CacheError if there is none; as `_open_index`."""
+        self.split, self.files, self.folder, self.T = split, split.files, split.folder, T
+        self.vocab_size, self.random_offset, self.documents = split.vocab_size, random_offset, documents
+        lengths = split.lengths
+        counts = (lengths - 1) // T
+        self._ends: Numbers = np.cumsum(counts)
+        self._begins, self.remainders = self._ends - counts, (lengths - 1) % T
+        if not len(self):
+            found = f"the longest shard has {lengths.max()} tokens"
+            raise CacheError(public_file(split.folder), found, f"T + 1 = {T + 1}", "Take a smaller T", code="E107")
+        self.fixed = int(counts[self.remainders == 0].sum())
+        """Windows that no offset can move."""
+        if documents:
+            self._open_index()
+            self._to_split: Numbers = np.cumsum(lengths) - lengths - self.files.first_tokens
+            """Of each shard: what to add to a place of `TokenFiles.gather`, which makes it a token of the split."""
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def name(self) -> str:
+        return f"{version_name(self.folder.parent)}, {printable(self.folder.name)}"
+
+    def settings(self) -> dict[str, Any]:
+        return {"T": self.T, "random_offset": self.random_offset}
+
+    def _open_index(self) -> None:
+        """Map the index of documents. Raises: CacheError E204 without one; the errors of `PretrainSplit.documents`."""
+        try:
+            _ = self.split.documents
+        except FileNotFoundError as error:
+            if self.split.meta is not None:
+                raise
+            path = public_file(self.folder).parent / "index" / f"{self.folder.name}_docs.npy"
+            raise CacheError(
+                path,
+                "no such file, and documents=True reads from it where documents begin",
+                "the index of a cache that this project built",
+                "Open the shards without documents=True, or write their index as docs/formats.md describes it",
+                code="E204",
+            ) from error
+
+    def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> LocatedWindows:
+        shards = np.searchsorted(self._ends, units, side="right")
+        starts = (units - self._begins[shards]) * self.T
+        if self.random_offset:
+            hashed = mix(mix(key + epochs.astype(np.uint64)) + shards.astype(np.uint64))
+            starts += (hashed % (self.remainders[shards] + 1).astype(np.uint64)).astype(np.int64)
+        places = starts + self.files.first_tokens[shards]
+        located = LocatedWindows(self.files, self.vocab_size, self.T, shards, places)
+        return self._with_documents(located, places + self._to_split[shards]) if self.documents else located
+
+    def _with_documents(self, located: LocatedWindows, begins: Numbers) -> LocatedWindows:
+        """Let windows know their documents, looked up for thousands at once, in a third of the time.
+
+        begins: of each window, in tokens of the split: int64 [n].
+        """
+        index, T = self.split.documents, self.T
+        firsts, nexts = index.searchsorted(begins, side="right") - 1, index.searchsorted(begins + T, side="left")
+        located.segments = Ahead(
+            len(begins), T, lambda some: _Segments(index, T, begins[some], firsts[some], nexts[some])
+        )
+        return located
+
+
+class LocatedWindows:
+    """Windows whose places are known, of one cache or of the joined files of a mixture's."""
+
+    segments: Ahead[_Segments] | None = None
+
+    def __init__(self, files: TokenFiles, vocab_size: int | None, T: int, shards: Numbers, places: Numbers) -> None:
+        """shards, places: of each window, as arguments of `TokenFiles.gather`: int64 [n]."""
+        self._files, self._vocab_size, self._T = files, vocab_size, T
+        self.shards, self.places = shards, places
+
+    def read(self, first: int, count: int, device: str) -> Rows:
+        last = first + count
+        shards, places = self.shards[first:last], self.places[first:last]
+        x, y = split_rows(gathered(self._files, self._vocab_size, shards, places, self._T + 1), device)
+        if self.segments is None:
+            return Rows(x, y)
+        made, at = self.segments.of(first, count)
+        segments, lasts = made.part(at, count)
+        _cut(y, lasts)
+        return Rows(x, y, segments)
+
+
+class EpochStream(Stream[Batch]):
     """Windows of T + 1 tokens at stride T: (n - 1) // T of a shard of n tokens; none crosses two shards.
 
     Sample k is window `permute(k % num_windows)` of epoch `k // num_windows`: an order of O(1) memory, without index
     files. A global batch may hold the end of one epoch and the start of the next. Every rank, with any number of
-    DataLoader workers, sees its part of the one order that the seed gives; see `SampleStream` and docs/reading.md.
+    DataLoader workers, sees its part of the one order that the seed gives; see `Stream` and docs/reading.md.
     """
-
-    split: PretrainSplit
-    documents: bool
 
     def __init__(
         self,
@@ -58,89 +251,41 @@ class EpochStream(CacheStream):
         dtype: TokenDtype | None = None,
         check: Check = "ends",
     ) -> None:
-        """Open a split. shards_dir, split, tokenizer_sha256, expect, io, dtype, check: as for `PretrainSplit`.
+        """Open a split. shards_dir, split, tokenizer_sha256, expect, io, dtype, check: see `PretrainSplit`.
 
         global_batch_size: rows of a batch over all ranks, a multiple of world_size; each rank gets an equal part.
         epochs: how many until the stream ends; None: never. The last batch may be short, and the part of a rank empty
             ([0, T]); warns if ranks get different numbers of rows.
         drop_last: skip the last batch if it is short.
         random_offset: start the windows of a shard at a seeded token from 0 to (n - 1) % T, another one in each epoch.
-            Windows of shards where that is 0 cannot move; warns if they are more than a twentieth of all.
+            Windows of shards where (n - 1) % T is 0 cannot move; warns if they are more than a twentieth of all.
         documents: batches have the same rows in the same order, and say which tokens are of one document, by the index
             of the cache: `cu_seqlens`, `position_ids`, `documents` (`piece_ids` is the same). y is -100 where the next
             token is of another document. No part of the state: a run may resume with or without it.
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for the numbers.
         """
-        super().__init__(
-            T=T,
-            global_batch_size=global_batch_size,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            device=device,
-            epochs=epochs,
-            drop_last=drop_last,
-        )
+        counts: dict[str, Any] = {"global_batch_size": global_batch_size, "rank": rank, "world_size": world_size}
+        super().__init__(**counts, seed=seed, epochs=epochs, device=device, drop_last=drop_last)
+        self.T = checked_int("T", T, 1)
         for flag, value in (("random_offset", random_offset), ("documents", documents)):
             if not isinstance(value, bool):
                 raise ValueError(f"{flag}={value!r}: expected True or False")
         self.random_offset, self.documents = random_offset, documents
-        keys = random_keys(self.seed, ROUNDS + 1)
-        self._keys, self._offset_key = keys[:ROUNDS], keys[ROUNDS]
         options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
         self.split = PretrainSplit(shards_dir, split=split, check=check, **options)
         self.files, self.folder = self.split.files, self.split.folder
-        fixed = self._count_windows()
-        if documents:
-            self._open_index()
-        self._set_samples(self.num_windows)
-        if random_offset:
-            self._warn_of_fixed(fixed)
-
-    def _count_windows(self) -> int:
-        """Count the windows of the shards; returns how many no offset can move. Raises: CacheError if there is none."""
-        lengths, T = self.split.lengths, self.T
-        counts = (lengths - 1) // T
-        self._ends: NDArray[np.int64] = np.cumsum(counts)
-        self._begins, self._remainders = self._ends - counts, (lengths - 1) % T
-        self.num_windows = int(self._ends[-1])
+        windows = Windows(self.split, self.T, random_offset=random_offset, documents=documents)
+        self.samples_per_epoch = self.num_windows = len(windows)
         """Windows per epoch."""
-        self.remainder_tokens = int(self._remainders.sum())
+        self.remainder_tokens = int(windows.remainders.sum())
         """Tokens after the last windows of the shards: not used in an epoch without offsets."""
-        if not self.num_windows:
-            found = f"the longest shard has {lengths.max()} tokens"
-            raise CacheError(public_file(self.split.folder), found, f"T + 1 = {T + 1}", "Take a smaller T", code="E107")
-        return int(counts[self._remainders == 0].sum())
-
-    def _open_index(self) -> None:
-        """Map the index of documents. Raises: CacheError where there is none, or as `PretrainSplit.documents`."""
-        try:
-            _ = self.split.documents
-        except FileNotFoundError as error:
-            if self.split.meta is not None:
-                raise
-            path = public_file(self.folder).parent / "index" / f"{self.folder.name}_docs.npy"
-            raise CacheError(
-                path,
-                "no such file, and documents=True reads from it where documents begin",
-                "the index of a cache that this project built",
-                "Open the shards without documents=True, or write their index as docs/formats.md describes it",
-                code="E204",
-            ) from error
-        self.COLUMNS, self._made_ahead = 6, MadeAhead[_Windows]()
-        lengths = self.split.lengths
-        self._to_split: NDArray[np.int64] = np.cumsum(lengths) - lengths - self.files.first_tokens
-        """Of each shard: what to add to a place of `TokenFiles.gather`, which makes it a token of the split."""
-
-    def _warn_of_fixed(self, fixed: int) -> None:
-        """Warn if random_offset does not move more than a twentieth of the windows. fixed: those."""
-        if 20 * fixed > self.num_windows:
+        self._serve(Epochs(windows, seed=self.seed, epochs=self.epochs))
+        if random_offset and 20 * windows.fixed > len(windows):
             where = printable(str(public_file(self.folder)))
-            found = f"{where}: random_offset moves none of {fixed} of {self.num_windows} windows"
-            why = (
-                f"their shards have n tokens with (n - 1) % T == 0. Take another T, such as {self.T - 1 or self.T + 1}"
-            )
-            warnings.warn(CodedWarning("W102", f"{found}: {why}"), stacklevel=3)
+            found = f"{where}: random_offset moves none of {windows.fixed} of {self.num_windows} windows"
+            other = self.T - 1 or self.T + 1
+            why = f"their shards have n tokens with (n - 1) % T == 0. Take another T, such as {other}"
+            warnings.warn(CodedWarning("W102", f"{found}: {why}"), stacklevel=2)
 
     def __repr__(self) -> str:
         """Return the cache, the shape of a batch, the rank and the position."""
@@ -155,52 +300,8 @@ class EpochStream(CacheStream):
             "windows": f"{self.num_windows:,} an epoch",
         }
 
-    def identity(self) -> dict[str, Any]:
-        """Return what decides which window a sample is: the stream's arguments and the content of its split."""
-        arguments = {"stream": STREAM_VERSION, "seed": self.seed, "key_check": key_check(self._keys)}
-        return {**arguments, "T": self.T, "random_offset": self.random_offset, **self.split.fingerprint()}
 
-    @property
-    def name(self) -> str:
-        """Return the cache, its version and the split, for messages."""
-        return f"{version_name(self.folder.parent)}, {printable(self.folder.name)}"
-
-    def locate(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where the windows of these samples begin, as arguments of `TokenFiles.gather`: int64 [2, n].
-
-        With `documents` it is [6, n]: also the first token in the split, the first document, the one after the last,
-        and a number, see `MadeAhead.numbered`. They are looked up for thousands of windows at once, in a third of the
-        time.
-        """
-        epochs, windows = self._in_order(samples)
-        shards = np.searchsorted(self._ends, windows, side="right")
-        starts = (windows - self._begins[shards]) * self.T
-        if self.random_offset:
-            hashed = mix(mix(self._offset_key + epochs.astype(np.uint64)) + shards.astype(np.uint64))
-            starts += (hashed % (self._remainders[shards] + 1).astype(np.uint64)).astype(np.int64)
-        places = starts + self.files.first_tokens[shards]
-        if not self.documents:
-            return np.stack((shards, places))
-        begins, index = places + self._to_split[shards], self.split.documents
-        firsts, nexts = index.searchsorted(begins, side="right") - 1, index.searchsorted(begins + self.T, side="left")
-        return self._made_ahead.numbered(shards, places, begins, firsts, nexts)
-
-    def read(self, places: NDArray[np.int64]) -> Rows:
-        """Return the windows at places from `locate`. Raises: CacheError for an id outside the vocabulary."""
-        ids = gathered(self.files, self.split.vocab_size, places[0], places[1], self.T + 1)
-        x, y = split_rows(ids, self.device)
-        if not self.documents:
-            return Rows(x, y)
-        windows, first = self._made_ahead.of(places, self.T, self._windows)
-        segments, lasts = windows.part(first, places.shape[1])
-        _cut(y, lasts)
-        return Rows(x, y, segments)
-
-    def _windows(self, places: NDArray[np.int64]) -> _Windows:
-        return _Windows(self.split.documents, self.T, *places[2:5])
-
-
-class _Windows:
+class _Segments:
     """The documents of windows, as segments."""
 
     def __init__(
@@ -211,7 +312,10 @@ class _Windows:
         firsts: NDArray[np.int64],
         nexts: NDArray[np.int64],
     ) -> None:
-        """documents: as `PretrainSplit.documents`. begins, firsts, nexts: of each window, from `locate`: int64 [n]."""
+        """documents: see `PretrainSplit.documents`. begins: the first token of each window in the split, int64 [n].
+
+        firsts, nexts: the first document of each window, and the one after its last: int64 [n].
+        """
         counts = nexts - firsts
         stops = counts.cumsum()
         numbers = (nexts - stops).repeat(counts)

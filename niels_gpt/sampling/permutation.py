@@ -3,7 +3,7 @@
 A balanced Feistel network over the next domain of an even number of bits, 4 ** h >= N, walked until the result is below
 N (cycle walking). Eight rounds; round i maps the halves (left, right) to (right, left ^ F), where F is the lower h bits
 of mix(right + mix(keys[i] + tweak)), and `mix` is the finalizer of SplitMix64. This is a format: if it changes, a saved
-position means another sample, and STREAM_VERSION in stream.py must be raised.
+position means another sample, and STREAM_VERSION in epochs.py must be raised.
 """
 
 from __future__ import annotations

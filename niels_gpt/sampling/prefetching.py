@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from niels_gpt.sampling.position import READER, ResumableStream
+from niels_gpt.sampling.stream import READER, Stream
 from niels_gpt.storage.meta_json import checked_int
 
 B = TypeVar("B")
@@ -45,13 +45,13 @@ def prefetch(stream: Iterable[B], n: int = 2, device: str | torch.device | None 
         raise ValueError("stream is a prefetch already: pass the stream itself, and a larger n")
     n, place = checked_int("n", n, 1), _Place(device)
     source = stream.dataset if isinstance(stream, DataLoader) and not stream.num_workers else stream
-    return Prefetched(stream, source if isinstance(source, ResumableStream) else None, n, place)
+    return Prefetched(stream, source if isinstance(source, Stream) else None, n, place)
 
 
 class Prefetched(Iterator[B], Generic[B]):
     """Batches that a thread makes ahead; see `prefetch`."""
 
-    def __init__(self, batches: Iterable[B], lent: ResumableStream[Any] | None, n: int, place: _Place) -> None:
+    def __init__(self, batches: Iterable[B], lent: Stream[Any] | None, n: int, place: _Place) -> None:
         if lent is not None:
             lent.check_not_ahead()
         self._place, self._ahead = place, _Ahead(lent)
@@ -102,14 +102,14 @@ class Prefetched(Iterator[B], Generic[B]):
 class _Ahead:
     """What the thread and the consumer share."""
 
-    def __init__(self, lent: ResumableStream[Any] | None) -> None:
-        self.lent: dict[ResumableStream[Any], int | None] = {} if lent is None else {lent: None}
+    def __init__(self, lent: Stream[Any] | None) -> None:
+        self.lent: dict[Stream[Any], int | None] = {} if lent is None else {lent: None}
         """Each stream that the thread reads, and its position after the batch handed out last; None: not started."""
         self.room = Semaphore(0)  # for batches that may be made
         self.made: SimpleQueue[tuple[BaseException | None, Any, Any, Mapping[Any, int]]] = SimpleQueue()
         self.is_closed = self.is_through = self.is_made = False
 
-    def lend(self, stream: ResumableStream[Any]) -> None:
+    def lend(self, stream: Stream[Any]) -> None:
         """Lend a stream that is iterated in the thread, if that is new."""
         if self.lent.get(stream) is None:
             stream.lend_to(get_ident())

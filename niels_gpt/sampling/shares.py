@@ -12,7 +12,7 @@ with the probability of its share, parts of a block have nearly the shares of th
 found in log2(m) steps, without the other places.
 
 Weights may change at given samples: each such stage counts its samples from its first one, in blocks that begin there.
-A mixture may begin at a later sample, with what each source has had before (changes.py). Its blocks are counted from
+A mixture may begin at a later sample, with what each source has had before (state.py). Its blocks are counted from
 there, and that sample is added to the key that decides their places.
 
 This is a format: if it changes, MIXTURE_VERSION in mixture.py must be raised.
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.sampling.permutation import mix
-from niels_gpt.sampling.state import MAX_SAMPLES
+from niels_gpt.sampling.state import MAX_SAMPLES, Origin
 from niels_gpt.storage.meta_json import checked_int, shortened
 
 MAX_BLOCK = 2**30  # its square is an int64
@@ -48,13 +48,6 @@ class Stage(NamedTuple):
     weights: list[float]
     whole: list[int]
     """Integers in the ratios of the weights."""
-
-
-class Origin(NamedTuple):
-    """Where a mixture begins: the sample, and how many samples of each source were consumed before it."""
-
-    sample: int
-    positions: tuple[int, ...]
 
 
 def stages_of(weights: Weights, sources: int) -> list[Stage]:

@@ -1,4 +1,8 @@
-"""SampleStream: where samples are cut into batches, which rank and DataLoader worker reads which, and the state.
+"""Stream: where numbered samples are cut into batches; which rank and DataLoader worker reads which; the state.
+
+    Samples     what each number means: Epochs (epochs.py) or Mixture (mixture.py)
+    Located     samples that were looked up together, thousands at once, and are read batch by batch
+    Stream      global batches of samples, ranks, workers, the position and its state
 
 A stream is an endless or finite list of samples 0, 1, 2, ..., each computed from its number alone. A global batch is
 the next `global_batch_size` samples, of which each rank gets an equal, consecutive part; DataLoader worker w of W gets
@@ -8,46 +12,97 @@ a run may resume with other ranks, workers and batch sizes.
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from threading import get_ident, local
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, get_worker_info
 
 from niels_gpt.display.tables import html_table
-from niels_gpt.sampling.batch import Batch, Rows
-from niels_gpt.sampling.permutation import permute
-from niels_gpt.sampling.position import STREAM_VERSION, ResumableStream
-from niels_gpt.sampling.state import limited
+from niels_gpt.sampling.state import check_checksum, check_identity, identity_crc, sealed, state_count, state_numbers
 from niels_gpt.storage.codes import CodedWarning
-from niels_gpt.storage.errors import NoLength
-from niels_gpt.storage.meta_json import checked_int
+from niels_gpt.storage.errors import NoLength, StateError, StreamUseError
+from niels_gpt.storage.meta_json import checked_int, shortened
 
-__all__ = ["STREAM_VERSION", "Batch", "CacheStream", "MadeAhead", "SampleStream"]
-
-Made = TypeVar("Made")
-
+_MAX_WORKERS = 1024
 _PREPARED = 256  # batches; the first one costs as much as a hundred
-_TOKENS_AHEAD = 1 << 20  # 2 MiB of ids of 16 bits: a half and the double take more time
-_BATCHES_AHEAD = 64  # so that the first batch of a stream of short rows does not wait for thousands
+
+B = TypeVar("B")
+Numbers = NDArray[np.int64]
 
 
-class SampleStream(ResumableStream[Batch]):
+class Located(Protocol):
+    """Samples that were located together, in the order in which their numbers were given."""
+
+    def read(self, first: int, count: int, device: str) -> Any:
+        """Return samples first to first + count - 1 of these, whose `batch(state)` is what a stream yields.
+
+        Rows after them may be read ahead. Raises: CacheError for an id outside the vocabulary, also of such a row.
+        """
+
+
+class Samples(ABC):
+    """Numbered samples: what each number means. May be pickled."""
+
+    num_samples: int | None
+    """How many there are; None: without end."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """Return what decides which sample a number means, fit for JSON."""
+
+    @abstractmethod
+    def progress(self, consumed: int) -> dict[str, Any]:
+        """Return the part of a state that changes: integers, and lists of integers that are the caller's."""
+
+    @abstractmethod
+    def locate(self, numbers: Numbers) -> Located:
+        """Look up samples by their numbers: int64 [n], in any order.
+
+        Thousands at once take 0.1 to 0.9 us each; one alone takes as long as hundreds.
+        """
+
+    def prepare(self, consumed: Numbers) -> None:  # noqa: B027 - where `progress` costs little there is nothing to do
+        """Prepare `progress` for these numbers, the next that it is asked for."""
+
+
+class _Reader(local):
+    """Of a thread: what a stream that is iterated in it tells of itself, if the thread reads ahead."""
+
+    lend: Callable[[Stream[Any]], None] | None = None
+
+
+READER = _Reader()
+
+
+class Stream(IterableDataset[B], Generic[B]):
     """Batches of numbered samples. Iterating continues from the current position; it does not start over."""
 
-    T: int
+    samples: Samples
     _BLOCK = 16384  # samples located at once: 0.1 to 0.9 us each, but about 1 ms for a few: cycles are walked together
 
     def __init__(
-        self, *, global_batch_size: int, rank: int, world_size: int, device: str, drop_last: bool = False
+        self,
+        *,
+        global_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        epochs: int | None = None,
+        device: str = "cpu",
+        drop_last: bool = False,
     ) -> None:
-        super().__init__(global_batch_size=global_batch_size, rank=rank, world_size=world_size)
-        if self.global_batch_size % self.world_size:
+        """Check the numbers. A subclass then opens its cache, and calls `_serve`. Raises: ValueError."""
+        self.global_batch_size = checked_int("global_batch_size", global_batch_size, 1)
+        rank, world_size = checked_int("rank", rank, 0), checked_int("world_size", world_size, 1)
+        if rank >= world_size:
+            raise ValueError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size")
+        if self.global_batch_size % world_size:
             raise ValueError(
                 f"global_batch_size={global_batch_size}: expected a multiple of world_size={world_size}, so that each "
                 "rank has equally many rows"
@@ -55,12 +110,90 @@ class SampleStream(ResumableStream[Batch]):
         if not isinstance(drop_last, bool):
             raise ValueError(f"drop_last={drop_last!r}: expected True or False")
         torch.device(device)  # raises for an unknown one
-        self.device, self.drop_last = device, drop_last
+        self.rank, self.world_size, self.device, self.drop_last = rank, world_size, device, drop_last
+        self.seed = checked_int("seed", seed, -(2**63))
+        self.epochs = None if epochs is None else checked_int("epochs", epochs, 1)
+        """How many until the stream ends; None: never."""
+        self._consumed = 0
+        self._has_ended = self._is_loaded = False
+        self._worker_base: int | None = None
+        self._iterator: object = None
+        self._ahead: int | None = None  # the thread that reads ahead
+        self._started = _shared_bytes(_MAX_WORKERS)
+        """Shared memory, one byte per DataLoader worker, which has a copy of self and sets its byte when it starts.
+
+        A loaded state gets new bytes: a worker of an earlier DataLoader that starts late sets one that nobody reads.
+        """
+
+    def _serve(self, samples: Samples) -> None:
+        """Take the samples. Raises ValueError if drop_last leaves no batch; warns (W101) of ranks with unequal rows."""
+        self.samples = samples
+        self._check_left()
+        self._warn_of_last_batch(stacklevel=4)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_ahead" not in state:
+        if "_ahead" not in state or "epochs" not in state:
             raise ValueError("a stream pickled by an earlier release: open it again and load its state")
-        super().__setstate__(state)
+        self.__dict__.update(state, _iterator=None, _ahead=None)
+        # Bytes that are not shared: the copy was not made for a worker, and may get its own workers.
+        if not self._started.is_shared():  # type: ignore[no-untyped-call]
+            self._started = _shared_bytes(_MAX_WORKERS)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies of a stream that is read ahead, also one with its __getstate__: they would skip batches."""
+        self.check_not_ahead()
+        return super().__reduce_ex__(protocol)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        """Return the number of batches of this size from sample 0 to the end, the same on every rank.
+
+        Raises: TypeError for a stream without end.
+        """
+        if self.num_samples is None:
+            raise NoLength(f"this {type(self).__name__} has no end and no length. Count steps instead")
+        return (self.num_samples + (0 if self.drop_last else self.global_batch_size - 1)) // self.global_batch_size
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples until the stream ends; None: without end."""
+        return self.samples.num_samples
+
+    @property
+    def consumed_samples(self) -> int:
+        """Return the position: samples that all ranks together have consumed, also in a stream that is read ahead."""
+        return self._consumed
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides which sample a number means, fit for JSON: arguments, and the content of the cache."""
+        return self.samples.identity()
+
+    def _progress(self, consumed: int) -> dict[str, Any]:
+        return self.samples.progress(consumed)
+
+    def _sources(self) -> dict[str, object]:
+        """Return what the samples are drawn from, for a table: names and values."""
+        return {}
+
+    def _rows(self) -> str:
+        """Describe the tensors of a batch."""
+        return f"x, y: int64 [{self.global_batch_size // self.world_size}, {getattr(self, 'T', '?')}] on {self.device}"
+
+    def _described(self) -> str:
+        return f"{self._rows()}, rank {self.rank} of {self.world_size}, consumed_samples={self._consumed}"
+
+    def _repr_html_(self) -> str:
+        end = "without end" if self.num_samples is None else f"of {self.num_samples:,}"
+        described = {
+            **self._sources(),
+            "batch": f"{self._rows()}, rank {self.rank} of {self.world_size}",
+            "samples": f"{self._consumed:,} consumed, {end}",
+        }
+        return html_table(type(self).__name__, described.items())
+
+    # --- batches ------------------------------------------------------------------------------------------------------
 
     def _check_left(self, first: int = 0) -> None:
         """Raise ValueError if drop_last leaves no batch of the samples from `first` on."""
@@ -71,7 +204,7 @@ class SampleStream(ResumableStream[Batch]):
             )
 
     def _warn_of_last_batch(self, stacklevel: int = 3) -> None:
-        """Warn if ranks get unequal numbers of rows of the last batch, counted from the position.
+        """Warn (W101) if ranks get unequal numbers of rows of the last batch, counted from the position.
 
         stacklevel: of the warning; 3: the caller of the function that calls this.
         """
@@ -87,195 +220,186 @@ class SampleStream(ResumableStream[Batch]):
             )
             warnings.warn(CodedWarning("W101", text), stacklevel=stacklevel)
 
-    def __len__(self) -> int:
-        """Return the number of batches of this size from sample 0 to the end, the same on every rank.
+    def _work(self, base: int, worker: int, workers: int) -> Iterator[tuple[Any, int, int]]:
+        """Yield for each batch of a worker its rows, the samples consumed after it, and the next base.
 
-        Raises: TypeError for a stream without end.
-        """
-        if self.num_samples is None:
-            raise NoLength(f"this {type(self).__name__} has no end and no length. Count steps instead")
-        return (self.num_samples + (0 if self.drop_last else self.global_batch_size - 1)) // self.global_batch_size
-
-    def load_state_dict(self, state: Mapping[str, Any], *, allow_other_content: bool = False) -> None:
-        """Resume as `ResumableStream.load_state_dict`; warns of ranks with unequal rows of the last batch."""
-        super().load_state_dict(state, allow_other_content=allow_other_content)
-        if self._consumed % self.global_batch_size:  # else the last batch is that of which opening warned
-            self._warn_of_last_batch()
-
-    def _described(self) -> str:
-        rows = self.global_batch_size // self.world_size
-        return (
-            f"x, y: int64 [{rows}, {self.T}] on {self.device}, rank {self.rank} of {self.world_size}, "
-            f"consumed_samples={self._consumed}"
-        )
-
-    def _repr_html_(self) -> str:
-        rows = self.global_batch_size // self.world_size
-        end = "without end" if self.num_samples is None else f"of {self.num_samples:,}"
-        described = {
-            **self._sources(),
-            "batch": f"x, y: int64 [{rows}, {self.T}] on {self.device}, rank {self.rank} of {self.world_size}",
-            "samples": f"{self._consumed:,} consumed, {end}",
-        }
-        return html_table(type(self).__name__, described.items())
-
-    @abstractmethod
-    def _sources(self) -> dict[str, object]:
-        """Return what the samples are drawn from, for a table: names and values."""
-
-    @abstractmethod
-    def locate(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where the samples with these numbers are, for `read`: int64 [columns, n]."""
-
-    @abstractmethod
-    def read(self, places: NDArray[np.int64]) -> Rows:
-        """Return samples as rows. places: int64 [columns, n], from `locate`.
-
-        Raises: CacheError for an id outside the vocabulary.
-        """
-
-    def _work(self, base: int, worker: int, workers: int) -> Iterator[tuple[NDArray[np.int64], int, int]]:
-        steps = self._steps(base, worker, workers)
-        for number, (places, consumed) in enumerate(steps, 1):
-            yield places, consumed, base + number * workers * self.global_batch_size
-
-    def _batch(self, work: NDArray[np.int64], state: dict[str, Any]) -> Batch:
-        return Batch.of_rows(self.read(work), state)
-
-    def _prepare(self, consumed: NDArray[np.int64]) -> None:
-        """Prepare `_progress` for these numbers of consumed samples, which are the next that it is asked for."""
-
-    def _steps(self, base: int, worker: int, workers: int) -> Iterator[tuple[NDArray[np.int64], int]]:
-        """Yield for each batch of a worker the places of this rank's rows, and the samples consumed after it.
-
-        base: the first sample of worker 0.
+        The rows of this rank: located samples, the first of them, and how many. base: the first sample of worker 0. The
+        next one: the base of the round after this batch, in which each worker has a batch.
         """
         size, rank, world = self.global_batch_size, self.rank, self.world_size
-        least = size if self.drop_last else 1
+        least, stride = size if self.drop_last else 1, workers * size
         at_once = max(1, self._BLOCK * world // size)
         begin = prepared = base + worker * size
+        next_base = base
         while True:
-            begins = begin + workers * size * np.arange(at_once)
+            begins = begin + stride * np.arange(at_once)
             last = begins + size if self.num_samples is None else np.minimum(begins + size, self.num_samples)
             sizes = np.maximum(last - begins, 0)
             first, end_of_rank = begins + rank * sizes // world, begins + (rank + 1) * sizes // world
             counts = end_of_rank - first
             ends = np.cumsum(counts)
             if begin >= prepared:
-                prepared = begin + workers * size * max(at_once, _PREPARED)
-                firsts = np.arange(begin, prepared, workers * size)
+                prepared = begin + stride * max(at_once, _PREPARED)
+                firsts = np.arange(begin, prepared, stride)
                 after = firsts + size if self.num_samples is None else np.minimum(firsts + size, self.num_samples)
-                self._prepare(np.union1d(after, firsts + (workers - worker) * size))
-            places = self.locate(np.repeat(end_of_rank - ends, counts) + np.arange(ends[-1]))
+                self.samples.prepare(np.union1d(after, firsts + (workers - worker) * size))
+            located = self.samples.locate(np.repeat(end_of_rank - ends, counts) + np.arange(ends[-1]))
             for end, count, consumed, rows in zip(*(a.tolist() for a in (ends, counts, last, sizes)), strict=True):
                 if rows < least:
                     return
-                yield places[:, end - count : end], consumed
-            begin += workers * size * at_once
+                next_base += stride
+                yield (located, end - count, count), consumed, next_base
+            begin += stride * at_once
 
+    def _batch(self, work: Any, state: dict[str, Any]) -> B:
+        """Return this rank's part of a batch."""
+        located, first, count = work
+        made: B = located.read(first, count, self.device).batch(state)
+        return made
 
-class MadeAhead(Generic[Made]):
-    """What a stream makes of the samples of several batches at once, where the calls of each batch would cost more."""
+    def __iter__(self) -> Iterator[B]:
+        """Yield this rank's rows of each global batch; in a DataLoader worker only every num_workers-th batch.
 
-    _blocks = itertools.count(1)  # of the class, so that no two samples in a process have one number
-
-    def __init__(self) -> None:
-        self._located: NDArray[np.int64] = np.zeros((1, 0), dtype=np.int64)
-        self._made: tuple[NDArray[np.int64], Made] | None = None
-
-    def numbered(self, *columns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return what `locate` returns of some samples, with a last row, by which `of` finds those that follow them."""
-        block = (next(self._blocks) << 32) + np.arange(len(columns[0]))
-        self._located = np.stack((*columns, block))
-        return self._located
-
-    def of(self, places: NDArray[np.int64], T: int, make: Callable[[NDArray[np.int64]], Made]) -> tuple[Made, int]:
-        """Return what `make` made of places from `numbered` and of what follows them, and where in it they begin.
-
-        It is made of up to _BATCHES_AHEAD batches, or of as many as have _TOKENS_AHEAD tokens, and kept.
+        Raises: RuntimeError if another iterator was started or a state loaded since, if the stream has ended, or if
+            workers had batches of it, so that its position is not known.
         """
-        numbers = places[-1]
-        kept = self._made  # once: another thread may replace it meanwhile
-        if kept is not None and (at := _found(numbers, kept[0])) is not None:
-            return kept[1], at
-        located, count = self._located, places.shape[1]
-        at = _found(numbers, located[-1])
-        if at is not None:
-            batches = min(max(1, _TOKENS_AHEAD // max(1, count * T)), _BATCHES_AHEAD)
-            places = located[:, at : at + batches * count]
-        made = make(places)
-        self._made = places[-1], made  # replaced: threads may read too
-        return made, 0
+        info, identity, base = get_worker_info(), self.identity(), self._consumed
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        self._check_may_start(None if info is None else info.id)
+        this, crc = object(), identity_crc(identity)
+        self._iterator, self._is_loaded = this, False
+        for work, consumed, next_base in self._work(base, worker, workers):
+            if self._iterator is not this:
+                raise StreamUseError(
+                    "another iterator of this stream was started, or a state was loaded: iterate again"
+                )
+            if info is None and READER.lend is not None:
+                READER.lend(self)
+            made = [self._batch(work, sealed(identity, crc, self._progress(consumed)))]
+            if info is None:
+                self._consumed = consumed
+            else:
+                self._worker_base = next_base
+            yield made.pop()  # no reference stays here: the caller decides how many batches there are
+        self._has_ended = info is None and self._iterator is this
+
+    def _check_may_start(self, worker: int | None) -> None:
+        """Raise RuntimeError if a new iterator would repeat batches, or yield none. worker: its number, in a worker."""
+        self.check_not_ahead()
+        if self._has_ended:
+            raise StreamUseError(
+                f"this stream has ended: all of its {self.num_samples} samples were served. For several epochs in one "
+                "pass open it with epochs=3 (a mixture: when_exhausted=3); to start over open a new stream, or load a "
+                "state of its start"
+            )
+        if worker is not None and torch.device(self.device).type != "cpu":
+            raise StreamUseError(
+                f"device={self.device!r} in a DataLoader worker: open the stream with device='cpu' and move the "
+                "batches (pin_memory=True, then batch.to), or take num_workers=0"
+            )
+        started = self._started.any() if worker is None else self._started[worker] and not self._is_loaded
+        if self._worker_base is not None or started:
+            raise StreamUseError(
+                "DataLoader workers had batches of this stream; it does not know their position, and would give the "
+                "same batches again. Load batch.state of the last batch that was used into the stream, and make a new "
+                "DataLoader"
+            )
+        if worker is not None:
+            self._started[worker] = 1
+
+    # --- the position -------------------------------------------------------------------------------------------------
+
+    def lend_to(self, thread: int) -> None:
+        """Let only this thread, which reads ahead, use the stream until `take_back`. thread: its `ident`."""
+        self.check_not_ahead()
+        self._ahead = thread
+
+    def take_back(self, consumed: int | None) -> None:
+        """End `lend_to`, and set the position to a sample; None: leave it where the thread ended."""
+        self._ahead = None
+        if consumed is not None:
+            self._resume_at(consumed)
+
+    def check_not_ahead(self) -> None:
+        """Raise RuntimeError if another thread reads ahead: the stream's position is then not the consumer's."""
+        if self._ahead not in (None, get_ident()) and get_worker_info() is None:
+            raise StreamUseError(
+                "prefetch reads ahead in this stream: its position is not that of the batch in use. Save batch.state, "
+                "and close the prefetch before the stream is used or copied otherwise"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch: a few scalars, fit for JSON, the same on every rank.
+
+        Every batch has it as `batch.state`, which is also right where DataLoader workers have read ahead.
+        Raises: RuntimeError if DataLoader workers iterate over copies of the stream, so that it does not know their
+            position, or if `prefetch` reads ahead in it.
+        """
+        self.check_not_ahead()
+        identity, info = self.identity(), get_worker_info()
+        if info is None and self._started.any():
+            raise StreamUseError(
+                "DataLoader workers iterate over copies of this stream; its own position does not change. Keep "
+                "batch.state of the last batch that was used, or use torchdata's StatefulDataLoader"
+            )
+        if info is not None and self._worker_base is not None:
+            # For StatefulDataLoader: the position of this worker alone.
+            worker = [info.id, info.num_workers, self.global_batch_size]
+            return sealed(identity, identity_crc(identity), self._progress(self._worker_base), worker)
+        return sealed(identity, identity_crc(identity), self._progress(self._consumed))
+
+    def load_state_dict(self, state: Mapping[str, Any], *, allow_other_content: bool = False) -> None:
+        """Resume exactly where a state was taken, with any rank, world_size, global_batch_size and number of workers.
+
+        Warns (W101) of ranks with unequal rows of the last batch.
+        allow_other_content: resume in a cache of other content at the same number of samples, which then means other
+            text; a cache of another tokenizer is always refused.
+        Raises: CacheError E108 for other content or another tokenizer; ValueError for a state of a stream with other
+            arguments (seed, T, ...), for a wrong checksum (a state without one, from an earlier release, is accepted),
+            for anything that is not a state, and for the state of a StatefulDataLoader worker except in the same worker
+            of equally many; RuntimeError if `prefetch` reads ahead in the stream.
+        """
+        self._load(state, allow_other_content)
+        if self._consumed % self.global_batch_size:  # else opening has warned of the same last batch
+            self._warn_of_last_batch()
+
+    def _load(self, state: Mapping[str, Any], allow_other_content: bool) -> None:
+        self.check_not_ahead()
+        identity = self.identity()
+        check_identity(state, identity, "state", allow_other_content)
+        consumed = state_count(state, "consumed_samples")
+        if self.num_samples is not None and consumed > self.num_samples:
+            raise StateError(f"state: consumed_samples is {consumed}, but this stream ends after {self.num_samples}")
+        progress = self._progress(consumed)
+        for key, value in progress.items():
+            if isinstance(value, list) and key not in state:
+                continue  # a state of an earlier release
+            found = state_numbers(state, key, len(value)) if isinstance(value, list) else state_count(state, key)
+            if found != value and not allow_other_content:
+                raise StateError(f"state: {key} is {found}, expected {value} after {consumed} samples")
+        info = get_worker_info()
+        worker = None if info is None else [info.id, info.num_workers, self.global_batch_size]
+        if "worker" in state and state["worker"] != worker:
+            raise StateError(
+                f"state: of the DataLoader's [worker, workers, global_batch_size] {shortened(state['worker'])}, "
+                f"expected {worker}. Only batch.state can be resumed with another number of workers"
+            )
+        check_checksum(state, identity, progress)
+        self._resume_at(consumed)
+
+    def _resume_at(self, consumed: int) -> None:
+        """Let the next iterator begin at a sample, as if nothing had been iterated before."""
+        in_worker = get_worker_info() is not None
+        self._consumed, self._worker_base, self._iterator = consumed, None, None
+        self._has_ended, self._is_loaded = False, in_worker  # a worker that loads a state may start
+        if not in_worker:
+            self._started = _shared_bytes(_MAX_WORKERS)
 
 
-def _found(numbers: NDArray[np.int64], within: NDArray[np.int64]) -> int | None:
-    """Return where these numbers stand, one after the other, in ascending ones without gaps; None: they do not."""
-    if not len(numbers) or not len(within):
-        return None
-    at = numbers.item(0) - within.item(0)
-    is_there = at >= 0 and numbers.tobytes() == within[at : at + len(numbers)].tobytes()
-    return at if is_there else None
+def _shared_bytes(count: int) -> torch.Tensor:
+    shared: torch.Tensor = torch.zeros(count, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+    return shared
 
 
-class Split(Protocol):
-    """The split of a cache that a stream reads: `PretrainSplit`, `SFTSplit`."""
-
-    vocab_size: int | None
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the identity of its tokens."""
-
-
-class CacheStream(SampleStream):
-    """Samples of one split, epoch after epoch: each exactly once an epoch."""
-
-    COLUMNS = 2
-    """Rows of what `locate` returns."""
-    split: Split
-    folder: Path
-    """Of the split's cache, or of the split in it, for messages."""
-    samples_per_epoch: int
-    epochs: int | None
-    """How many until the stream ends; None: never."""
-    _keys: NDArray[np.uint64]
-    """Of the order: uint64 [ROUNDS]."""
-
-    def __init__(
-        self,
-        *,
-        T: int,
-        global_batch_size: int,
-        seed: int,
-        rank: int,
-        world_size: int,
-        device: str,
-        epochs: int | None,
-        drop_last: bool,
-    ) -> None:
-        super().__init__(
-            global_batch_size=global_batch_size, rank=rank, world_size=world_size, device=device, drop_last=drop_last
-        )
-        self.T, self.seed = checked_int("T", T, 1), checked_int("seed", seed, -(2**63))
-        self.epochs = None if epochs is None else checked_int("epochs", epochs, 1)
-
-    def _set_samples(self, samples_per_epoch: int) -> None:
-        """Set how many samples an epoch has, and where the stream ends. Raises: as `_check_left`."""
-        self.samples_per_epoch = samples_per_epoch
-        self.num_samples = None if self.epochs is None else limited("epochs", self.epochs, samples_per_epoch)
-        self._check_left()
-        self._warn_of_last_batch(stacklevel=4)
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Return the cache, its version and the split, for messages."""
-
-    def _in_order(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the epoch of each sample, and its number within an epoch in the seeded order: int64 [n] each."""
-        epochs, positions = np.divmod(samples, self.samples_per_epoch)
-        is_one = len(epochs) and epochs.min() == epochs.max()  # a single tweak takes less time
-        tweaks = epochs[:1] if is_one else epochs
-        return epochs, permute(positions, self.samples_per_epoch, self._keys, tweaks)
-
-    def _progress(self, consumed: int) -> dict[str, int]:
-        return {"epoch": consumed // self.samples_per_epoch, "consumed_samples": consumed}
+SampleStream = Stream
+"""The earlier name of `Stream`."""

@@ -1,8 +1,8 @@
 """Bytes on disk: atomic files, locks, versions, checked reading of untrusted files. Standard library and numpy only.
 
 fileio.py      every write (atomic, synced; tests replay them as a loss of power) and open; canonical JSON, checksums
-versions.py    a cache's versions and unfinished builds: commits one, resumes one
-leftovers.py   which versions, unfinished builds and other files `gc` may remove
+versions.py    a cache's versions and unfinished builds: commits one, resumes one, says what `gc` may remove
+leftovers.py   the earlier place of `versions.removable`, for one release
 fresh_folder.py a folder that is whole or does not exist
 locks/         one builder for each cache; readers that keep their version from gc
 meta_json.py   meta.json's checksum and file records; what is refused when a file of a cache is read

@@ -6,11 +6,14 @@ What begins a document may begin each chat of an EAGLE-3 cache too: the setting 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
-from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer, control_ids
+from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
+from niels_gpt.storage.meta_json import wrong_value
+from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer, control_ids, id_in, special_id_in
 
 CHOICES = ("auto", "eot", "eos", "none")
 """What is not the literal of a token."""
@@ -116,3 +119,34 @@ def _remedy(tokenizer: FullTokenizer) -> str:
     token = next((each for each in (*known, *control) if each.isprintable()), None)
     named = "" if token is None else f"--document-end {shlex.quote(token)} for this token, or "
     return f"Pass {named}--document-end none for no token"
+
+
+def end_of_documents(meta: Mapping[str, Any] | None, where: str) -> tuple[int, str] | None:
+    """Return id and literal of the token after each document of a pretrain cache; None where there is none.
+
+    A cache of an earlier version has the key `append_eot`, for the end-of-text sentinel.
+    Raises: CacheError for a wrong value.
+    """
+    keys = meta or {}
+    if keys.get("document_end") is None:
+        eot = special_id_in(keys, "eot", where) if keys.get("append_eot") is True else None
+        return None if eot is None else (eot, SPECIAL_TOKENS[SPECIAL_TOKEN_NAMES.index("eot")])
+    return _document_token(keys, "document_end", where)
+
+
+def start_of_documents(meta: Mapping[str, Any] | None, where: str) -> tuple[int, str] | None:
+    """Return id and literal of the token before each document of a pretrain cache; None where there is none.
+
+    Raises: CacheError for a wrong value.
+    """
+    return _document_token(meta or {}, "document_start", where)
+
+
+def _document_token(keys: Mapping[str, Any], key: str, where: str) -> tuple[int, str] | None:
+    known = keys.get(key)
+    if known is None:
+        return None
+    if not isinstance(known, dict) or not isinstance(known.get("token"), str):
+        verb = key.removeprefix("document_")
+        raise wrong_value(where, key, known, f"null, or the id and the token that {verb} a document")
+    return id_in(keys, known.get("id"), f"{key}.id", where), known["token"]

@@ -12,7 +12,6 @@ import functools
 import inspect
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,10 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.storage.errors import CacheError, TokenizerError
-from niels_gpt.tokenizers.gigatoken.encoder import GigatokenEngine
-from niels_gpt.tokenizers.gigatoken.models import INSTALL, UnusableError, is_bpe
+from niels_gpt.tokenizers.gigatoken import INSTALL, GigatokenEngine, UnusableError, is_bpe
+from niels_gpt.tokenizers.probes import probe_texts
 from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer
-from niels_gpt.tokenizers.roundtrip import PROBES
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +39,6 @@ ONE_COMPARED_OF: Final = 100
 _PIECE_BYTES = 1 << 20
 """A longer text is compared in pieces, since a reference takes up to 130 times a text's size in memory."""
 _AROUND = 6  # tokens before and after a difference that its message shows
-_LITERALS = 64  # tokens whose literals are in the test texts
 _NAMES: Final = {"sentencepiece": "sentencepiece", "huggingface": "tokenizers"}
 
 
@@ -292,27 +289,3 @@ def _refusal(tokenizer: FullTokenizer, error: UnusableError | EngineDifference) 
         )
     found = f"gigatoken cannot be used: on a test text {error.difference}"
     return CacheError(tokenizer.model_path, found, remedy="Use the reference: --engine reference", code="E411")
-
-
-def probe_texts(literals: Sequence[str]) -> list[bytes]:
-    """Return the texts that an engine is tested with when it is opened, with the literals of some tokens in them."""
-    sides = ((" ", " "), ("a", "b"), ("\n", "  "))
-    around = [f"{left}{literal}{right}" for literal in literals[:_LITERALS] for left, right in sides]
-    return [text.encode() for text in (*PROBES, *_odd_texts(), *around)]
-
-
-@functools.cache
-def _odd_texts() -> tuple[str, ...]:
-    generator = random.Random(0)
-    alphabets = (
-        " \n\t\r\u00a0\u3000ab1.",
-        "'sdtmlrveSDTMLRVE \u2019",
-        "0123456789\u0660\u0665\u00bd\u2167,. ",
-        "abcde  \u00e9\u00fc\u6f22\u5b57\u304b\u0301\u0308\u200d\U0001f98a\U0001f469\ufe0f\u2581\ufeff\0",
-        '(){}[]<>=+-*/_#|;:!?"`~^&%$@.,\\ \nxY',
-    )
-    texts = ["".join(generator.choices(alphabet, k=40)) for alphabet in alphabets for _ in range(24)]
-    for _ in range(60):
-        codes = (generator.randrange(0x110000 if generator.random() < 0.2 else 0x3000) for _ in range(40))
-        texts.append("".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000))
-    return (*texts, "a" * 3000, " " * 3000, "ab" * 1500, "\n" * 300, "<unk> <s> </s> <0x41> <|endoftext|> <pad>")

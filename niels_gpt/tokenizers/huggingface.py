@@ -32,8 +32,7 @@ from niels_gpt.tokenizers.files import (
     companion,
     read_file,
 )
-from niels_gpt.tokenizers.inputs import checked_ids, refuse_surrogates
-from niels_gpt.tokenizers.protocol import PROBE, ids_before
+from niels_gpt.tokenizers.protocol import PROBE, checked_ids, ids_before, refuse_surrogates
 
 MAX_OPENED_IDS: Final = 1 << 24
 """A file with a larger id is refused: tables of one entry an id are made from it."""

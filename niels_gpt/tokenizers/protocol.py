@@ -6,14 +6,16 @@ Both adapters have all members of `Tokenizer`: SentencePieceTokenizer (niels_gpt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.storage.fileio import sha256_file
+from niels_gpt.storage.errors import CacheError, SourceError, TokenizerError
+from niels_gpt.storage.fileio import PathLike, sha256_file
+from niels_gpt.storage.meta_json import checked_sha256, wrong_value
 
 KINDS: Final = ("sentencepiece", "huggingface")
 PROBE = "The quick brown fox jumps over 13 lazy dogs; (naïve) {code} = [0x7F]\n\tДа, 漢字 🦊!"
@@ -131,3 +133,103 @@ def tokenizer_identity(tokenizer: Tokenizer) -> str:
     except Exception as error:  # a tokenizer that cannot encode PROBE is identified by its type
         identity = f"{type(tokenizer)} {type(error)}"
     return sha256(identity.encode()).hexdigest()
+
+
+TokenDtype = Literal["uint16", "uint32"]
+"""How callers name the dtype of token files without a meta.json."""
+NARROW: Final[np.dtype[Any]] = TOKEN_DTYPES["uint16-le"]
+"""The dtype of token files of which nothing is known: what the spec and most other tools write."""
+
+
+def token_dtype_of(
+    meta: Mapping[str, Any] | None, where: PathLike, given: TokenDtype | None = None
+) -> np.dtype[np.unsignedinteger[Any]]:
+    """Return the dtype of a cache's tokens: `token_dtype` of its meta.json, else `given`, else uint16.
+
+    where: the meta.json, for errors. given: what the caller expects; None: nothing.
+    Raises: ValueError for another `given`; CacheError for another token_dtype, and where it contradicts `given`.
+    """
+    if given is not None and given not in get_args(TokenDtype):
+        raise ValueError(f"dtype={given!r}: expected one of {', '.join(get_args(TokenDtype))}")
+    asked = NARROW if given is None else np.dtype(given).newbyteorder("<")
+    if meta is None or "token_dtype" not in meta:
+        return asked
+    name = meta["token_dtype"]
+    if not isinstance(name, str) or name not in TOKEN_DTYPES:
+        raise wrong_value(str(where), "token_dtype", name, " or ".join(map(repr, TOKEN_DTYPES)))
+    if given is not None and asked != TOKEN_DTYPES[name]:
+        remedy = "Leave dtype out: it is for token files without a meta.json"
+        raise CacheError(where, f"token_dtype is {name!r}, but dtype={given!r} was given", remedy=remedy, code="E208")
+    return TOKEN_DTYPES[name]
+
+
+def check_vocab_size(meta: Mapping[str, Any], where: str) -> None:
+    """Raise CacheError unless `vocab_size` is a number of ids, and `token_dtype` is the one for so many (D18)."""
+    value, dtype, most = meta.get("vocab_size"), token_dtype_of(meta, where), most_ids(meta, where)
+    if value is not None and integer(value, 1, most + 1) is None:
+        raise wrong_value(where, "vocab_size", value, f"an integer from 1 to {most}")
+    if value is not None and dtype != NARROW and value <= NARROW_IDS:
+        raise wrong_value(where, "token_dtype", meta["token_dtype"], f"'uint16-le' for vocab_size {value}")
+
+
+def most_ids(meta: Mapping[str, Any], where: str) -> int:
+    """Return the largest `vocab_size` that a meta.json may have: ids fit the tokens. Raises: as `token_dtype_of`."""
+    has_tokens = meta.get("kind") != "tokenizer"
+    return NARROW_IDS if has_tokens and token_dtype_of(meta, where) == NARROW else MAX_IDS
+
+
+def tokenizer_sha256_in(meta: Mapping[str, Any], where: str) -> str | None:
+    """Return the sha256 of the model that the ids are of; None without one. Raises: CacheError for a wrong value."""
+    sha256 = meta.get("tokenizer_sha256")
+    return None if sha256 is None else checked_sha256(sha256, "tokenizer_sha256", where)
+
+
+def special_id_in(meta: Mapping[str, Any], name: str, where: str) -> int | None:
+    """Return the id of the sentinel `name` in a meta; None without one. Raises: CacheError for a wrong value."""
+    ids = meta.get("special_token_ids")
+    if ids is None:
+        return None
+    if not isinstance(ids, dict):
+        raise wrong_value(where, "special_token_ids", ids, "an object")
+    return id_in(meta, ids[name], f"special_token_ids.{name}", where) if name in ids else None
+
+
+def id_in(meta: Mapping[str, Any], value: Any, key: str, where: str) -> int:
+    """Return the id at `key` of a meta.json. Raises: CacheError E202 unless it is below `vocab_size`."""
+    size = integer(meta.get("vocab_size"), 1, MAX_IDS + 1) or MAX_IDS
+    if integer(value, 0, size) is None:
+        raise wrong_value(where, key, value, f"an integer from 0 to {size - 1}")
+    return int(value)
+
+
+def integer(value: Any, start: int, end: int) -> int | None:
+    """Return `value` if it is an integer from start to end - 1, and no bool; None otherwise."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and start <= value < end else None
+
+
+def checked_ids(ids: Any, vocab_size: int, where: str) -> list[int]:
+    """Return a sequence, array or tensor of ids as a list.
+
+    where: names the model in errors.
+    Raises: ValueError for an id outside the vocabulary, or for more than one dimension.
+    """
+    values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if not isinstance(values, list) or any(isinstance(value, list) for value in values):
+        raise ValueError(f"ids of shape {tuple(getattr(ids, 'shape', ()))}: expected one dimension")
+    wrong = next((value for value in values if not 0 <= value < vocab_size), None)
+    if wrong is not None:
+        raise TokenizerError(f"id {wrong}: expected 0 <= id < vocab_size={vocab_size} of {where}", code="E409")
+    return [int(value) for value in values]
+
+
+def refuse_surrogates(texts: Sequence[str], error: Exception) -> None:
+    """Raise ValueError for the first lone surrogate in some texts, which a library refused with `error`."""
+    for index, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError as bad:
+            raise SourceError(
+                f"text {index}, character {bad.start}: lone surrogate {text[bad.start]!a}, which utf-8 cannot "
+                "hold. Replace it first, for instance by U+FFFD",
+                code="E304",
+            ) from error

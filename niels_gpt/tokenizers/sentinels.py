@@ -16,8 +16,8 @@ from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError, InTheWay
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import FILE_OF, UPSTREAM_MODELS, tokenizer_file, tokenizer_files
+from niels_gpt.tokenizers.probes import PROBES
 from niels_gpt.tokenizers.protocol import FullTokenizer
-from niels_gpt.tokenizers.roundtrip import PROBES
 from niels_gpt.tokenizers.sentencepiece_proto import with_pieces
 
 _MOST_COPIES = 100  # names that are tried for one

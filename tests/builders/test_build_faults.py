@@ -201,7 +201,10 @@ def on_a_read_only_disk(name):
 def test_a_read_only_disk_is_named_and_left_as_it_is(namespace, tmp_path):
     found = namespace("read-only", tmp_path)
     assert found["errno"] == errno.EROFS and found["same"] and found["then"] == "new"
-    assert re.search(r"Read-only file system; user \S+ cannot write there\. Let it, or name another", found["message"])
+    assert re.search(
+        r"Read-only file system; user \S+ cannot write there\. Give it the permission",
+        found["message"],
+    )
     assert str(tmp_path / ".versions" / "c" / "lock") in found["message"]
 
 

@@ -42,7 +42,6 @@ from niels_gpt.cache import CacheError
 
 HOLD_THE_LOCK = """
 import sys
-from niels_gpt.storage import locks
 from niels_gpt.storage import versions
 with versions.build_lock(sys.argv[1]):
     print("held", flush=True)
@@ -184,7 +183,7 @@ def test_a_folder_that_may_not_be_written_is_named_with_the_user(shared, nobody,
     before = tree_of(shared)
     found = nobody("build", shared)
     assert (found["type"], found["errno"]) == ("PermissionError", errno.EACCES)
-    told = f"user {name_of_nobody()} cannot write there. Let it, or name another folder for the caches"
+    told = f"user {name_of_nobody()} cannot write there. Give it the permission, or name another folder for the caches"
     assert told in found["message"] and str(shared / ".versions") in found["message"]
     assert tree_of(shared) == before
 
@@ -206,7 +205,7 @@ def test_a_lock_of_another_user_is_named(shared, nobody, lock_mode, held, mode):
         assert found["type"] == "CacheError" and re.search(f"/c: is being built by {name}", found["message"])
     else:
         assert (found["type"], found["errno"]) == ("PermissionError", errno.EACCES)
-        assert f"user {name_of_nobody()} cannot write there. Let it, or name another" in found["message"]
+        assert f"user {name_of_nobody()} cannot write there. Give it the permission" in found["message"]
     assert ".versions/c" in found["message"] and tree_of(shared) == before
 
 
@@ -276,7 +275,7 @@ def test_a_file_system_without_locks_is_named_and_left_alone(tmp_path, monkeypat
     build(tmp_path / "c", [OLD])
     before = tree_of(tmp_path)
     monkeypatch.setattr(fcntl, "flock", refused)
-    told = r"No locks available: this file system has no locks\. Name another folder for the caches.*versions/c/lock"
+    told = r"No locks available: this file system has no flock\. Lock .* \(--lock lease\).*versions/c/lock"
     with pytest.raises(OSError, match=told) as error:
         build(tmp_path / "c", ["new"])
     assert error.value.errno == errno.ENOLCK and tree_of(tmp_path) == before

@@ -13,12 +13,12 @@ from support.power_loss import tree_of
 from support.small_builds import BUILDERS, pretrain, whole_version
 
 from niels_gpt.cache.meta import write_meta
-from niels_gpt.storage import leftovers
+from niels_gpt.storage import versions
 
 
 def removable(path):
     """Return what `removable` lists, by name."""
-    entries = leftovers.removable(path)
+    entries = versions.removable(path)
     assert len({entry for entry, _ in entries}) == len(entries)
     return {str(entry.relative_to(versions_dir(path))): why for entry, why in entries}
 
@@ -60,7 +60,7 @@ def test_old_versions_dead_builds_and_leftovers_are_removable_each_with_its_reas
         ".recipe.json.0a1b2c3d.tmp": left,
         f"{names[-1]}/.meta.json.0a1b2c3d.tmp": left,
     }
-    for entry, _ in leftovers.removable(cache):
+    for entry, _ in versions.removable(cache):
         remove(entry)
     assert {entry.name for entry in folder.iterdir()} == {*names[2:], "lock", "recipe.json"}
     assert removable(cache) == {} and train_text(cache) == "four"
@@ -77,7 +77,7 @@ def test_the_committed_version_stays_however_old_it_is_else_the_newest(tmp_path,
     cache.symlink_to(Path(".versions", "c", names[committed]))
     newest = next(name for name in reversed(names) if name != names[committed])  # it and one more are kept
     assert set(removable(cache)) == set(names) - {names[committed], newest}
-    for entry, _ in leftovers.removable(cache):
+    for entry, _ in versions.removable(cache):
         remove(entry)
     assert train_text(cache) == texts[committed]
 

@@ -20,7 +20,7 @@ from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.tokenizer import load_tokenizer
-from niels_gpt.tokenizers.roundtrip import PROBES, first_difference, roundtrip
+from niels_gpt.tokenizers.probes import PROBES, first_difference, roundtrip
 
 USER = {"role": "user", "content": "Who walks to the mill?"}
 

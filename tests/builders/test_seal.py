@@ -41,8 +41,8 @@ from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.gc import collect
 from niels_gpt.recipes.units import Units
 from niels_gpt.settings import Settings
-from niels_gpt.storage.leftovers import removable
 from niels_gpt.storage.meta_json import content_sha256, file_records
+from niels_gpt.storage.versions import removable
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from support.small_builds import batches_of
 from niels_gpt.cache import CacheError
 from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.cache.build_sft import build_sft
-from niels_gpt.data import local
-from niels_gpt.data.files import columns, rows
+from niels_gpt.data import reader
+from niels_gpt.data.files import parquet, rows
 from niels_gpt.recipes.plan import recipes
 from niels_gpt.settings import Settings
 
@@ -231,9 +231,9 @@ def test_what_was_read_is_neither_opened_nor_decoded_again(folder, monkeypatch):
 
     case = Case(*CASES["texts"], folder)
     meta = case.build(folder / "whole" / "c")
-    for module, name in ((columns, "parsed"), (columns, "opened_text"), (rows, "opened_text"), (local, "read_text")):
+    for module, name in ((rows, "parsed"), (rows, "opened_text"), (reader, "read_text")):
         watched(module, name)
-    watched(columns, "_columns_of_batch")
+    watched(parquet, "usual_columns")
     case.build(folder / "other" / "c")
     at_all, path = Counter(decoded), folder / "again" / "c"
     case.interrupt(path, read_by(meta) - 1)
@@ -241,7 +241,7 @@ def test_what_was_read_is_neither_opened_nor_decoded_again(folder, monkeypatch):
     assert case.build(path) == meta
     again = Counter(decoded)
     # files lie in this order: a, b, c, d, e.jsonl, then the documents
-    assert at_all["parsed"] > 50 and at_all["opened_text"] == 5 and at_all["_columns_of_batch"] > 3
+    assert at_all["parsed"] > 50 and at_all["opened_text"] == 5 and at_all["usual_columns"] > 3
     assert set(again) == {"read_text"} and again["read_text"] < at_all["read_text"]
 
 

@@ -17,7 +17,8 @@ from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.cache.meta import checked_meta
 from niels_gpt.engine.meta import Source
 from niels_gpt.special_tokens import SPECIAL_TOKENS
-from niels_gpt.tokenizers.vocabulary import end_of_documents, token_dtype_of
+from niels_gpt.tokenizers.document_tokens import end_of_documents
+from niels_gpt.tokenizers.protocol import token_dtype_of
 
 COUNTERS = {"orphans": 2, "cycles": 0}
 SOURCE = Source("someone/notes", config="v1", streaming=True, provenance={"revision": "abc"}, counters=COUNTERS)

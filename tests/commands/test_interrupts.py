@@ -62,7 +62,7 @@ def test_a_second_signal_ends_the_process_at_once(command, tmp_path):
 
 def test_an_ignored_signal_stays_ignored_and_a_forked_child_dies_of_one(tmp_path):
     program = (
-        "import os, signal\nfrom niels_gpt.interrupts import interruptible\n"
+        "import os, signal\nfrom niels_gpt.work import interruptible\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "with interruptible():\n"
         "    os.kill(os.getpid(), signal.SIGHUP)\n"

@@ -28,7 +28,7 @@ def test_the_text_is_the_first_of_text_content_document_that_is_a_string(tmp_pat
     path = write(tmp_path / WEB / "a.jsonl", lines(*rows))
     assert [page.text for page in iter_fineweb_edu(source_root=tmp_path, counters=counters)] == ["t", "c", ""]
     assert counters == {"missing_field": 1, "other_text_field": 2}
-    assert f"{path}, row 4" in caplog.text and "found body (str), text (int)" in caplog.text
+    assert f"{path}, row 4" in caplog.text and "found int in the field text" in caplog.text
 
 
 def test_a_mirrors_pages_come_in_file_order_with_small_fields_as_meta(tmp_path):

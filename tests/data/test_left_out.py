@@ -10,7 +10,7 @@ from support.errors import refused
 from niels_gpt.data import open_files
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES
 from niels_gpt.data.local import iter_documents
-from niels_gpt.data.upstream_rows import UpstreamRows, samples_of_rows
+from niels_gpt.data.upstream_rows import UpstreamRows
 
 USER, REPLY = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}
 CHAT, OTHER = [USER, REPLY], [USER, {**REPLY, "content": "No."}]
@@ -158,8 +158,8 @@ def blocks(found, counters, position):
 
 
 def upstream(found, counters, position):
-    rows = UpstreamRows("own", counters)
-    return samples_of_rows(rows.of_files(found.files, folder=found.root, position=position), rows)
+    rows = UpstreamRows("own", counters, position=position)
+    return rows.documents(rows.of_files(found.files, folder=found.root))
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"

@@ -243,7 +243,7 @@ def test_bad_rows_of_a_mirror_are_counted_and_named_and_the_rest_is_read(
     where = [message.split(": ")[0] for message in caplog.messages]
     assert where == [f"{path}, line 1", f"{path}, row 2", f"{path}, line 4"]
     write(path, b"not json\n" + lines({"title": 1}))  # nothing to be used is an error
-    with refused("E303", "missing_field 1, unreadable_row 1", path, "line 1"):
+    with refused("E303", "(1 missing_field, 1 unreadable_row)", path, "row 2"):
         list(load(source_root=tmp_path))
 
 

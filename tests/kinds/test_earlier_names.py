@@ -48,9 +48,10 @@ NAMES = {
         "journal.unfinished_builds": "engine.journal.unfinished_builds",
         "resume.NoTextError": "engine.build.NoTextError",
     },
+    "prefix_tree.backends": {"architectures.AttentionRouteError": "prefix_tree.architectures.AttentionRouteError"},
 }
 """The documented names of each, and what has them now."""
-NOW = {"inspection": "kinds", "interop": "exchange", "builders": "engine"}
+NOW = {"inspection": "kinds", "interop": "exchange", "builders": "engine", "prefix_tree.backends": "prefix_tree"}
 
 
 def named(place):
@@ -75,23 +76,25 @@ def test_an_earlier_name_warns_and_gives_the_same_objects(name):
 
 
 EARLIER_MODULES = {
-    "rollouts.checks": {"verify": "kinds.verify.verify", "find_damage": "kinds.verify.find_damage"},
-    "run_recipe": {
+    "prefix_tree.fold_checks": {"FoldReport": "prefix_tree.verify.FoldReport"},
+    "recipes.run_recipe": {
         "Outcome": "recipes.records.Outcome",
         "cache_root": "recipes.records.cache_root",
         "is_current": "recipes.records.is_current",
         "restart": "recipes.request.restart",
     },
-    "token_caches": {"build_token_cache": "recipes.units.build_token_cache"},
+    "recipes.token_caches": {"build_token_cache": "recipes.units.build_token_cache"},
+    "storage.leftovers": {"removable": "storage.versions.removable"},
+    "storage.locks.readers": {"hold_version": "storage.locks.hold_version"},
 }
-"""Earlier modules of niels_gpt.recipes: the documented names of each, and what has them now."""
+"""Earlier modules: the documented names of each, and what has them now."""
 
 
 @pytest.mark.parametrize("module", EARLIER_MODULES)
-def test_an_earlier_module_of_the_recipes_warns_and_gives_the_same_objects(module):
-    name = f"niels_gpt.recipes.{module}"
+def test_an_earlier_module_warns_and_gives_the_same_objects(module):
+    name = f"niels_gpt.{module}"
     sys.modules.pop(name, None)
     with pytest.warns(CodedWarning, match=rf"{re.escape(name)} is niels_gpt\..* now.* \[W104\]$"):
         import_module(name)
     for old, new in EARLIER_MODULES[module].items():
-        assert named(f"recipes.{module}.{old}") is named(new)
+        assert named(f"{module}.{old}") is named(new)

@@ -9,8 +9,8 @@ from support.prefix_trees import grown
 from torch.nn.functional import scaled_dot_product_attention
 
 from niels_gpt.prefix_tree.attention import AttentionRouteError, dense_mask, model_inputs
-from niels_gpt.prefix_tree.backends.block_mask import block_mask
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.masks import block_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = ("num_blocks", "indices")

@@ -66,7 +66,7 @@ def test_the_guard_checks_every_forward_in_its_block_and_none_after_it():
 def test_the_guard_checks_calls_of_the_body_too_and_each_call_once():
     model = tiny_model("llama")
     inputs = dense_inputs(FOREST, model)
-    with calls_of("checks.check_model_inputs") as checks, guard(FOREST, model):
+    with calls_of("attention.check_model_inputs") as checks, guard(FOREST, model):
         model(**inputs)
         model.model(**inputs)
         with refused("E802", "attention_mask is NoneType", kind=AttentionRouteError):
@@ -177,8 +177,9 @@ def test_a_mask_of_model_inputs_is_not_computed_again_unless_anything_changed(at
         masks = made["attention_mask"]
         return made, masks["full_attention"] if isinstance(masks, dict) else masks
 
-    with calls_of("checks.dense_mask") as computed:
-        check_model_inputs(forest, model, inputs()[0])
+    of_forest = inputs()[0]
+    with calls_of("attention.dense_mask") as computed:
+        check_model_inputs(forest, model, of_forest)
     assert not computed
 
     made, mask = inputs()

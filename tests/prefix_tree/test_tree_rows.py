@@ -10,11 +10,9 @@ import torch
 from support.errors import refused
 from support.prefix_trees import grown, register_segments
 
-from niels_gpt.prefix_tree.attention import hf_forward
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, sample_logprobs
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.prefix_tree.tree_rows import from_tree_row, tree_row
-from niels_gpt.prefix_tree.verify import verify_fold
+from niels_gpt.prefix_tree.tree_rows import tree_row
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,111 +73,13 @@ def test_the_early_layout_is_the_row_of_trl(seed):
     assert len(default["input_ids"]) <= len(wanted["input_ids"]) or seed % 2
 
 
-def trained_to_the_end(seed):
-    """Return `drawn` samples of two tokens and more whose last token is a target: a row tells all of them."""
-    samples, masks = drawn(seed)
-    longer = [[*sample, 1] if len(sample) == 1 else sample for sample in samples]
-    return longer, [[0, *mask[1 : len(sample) - 1], 1] for sample, mask in zip(longer, masks, strict=True)]
-
-
-@pytest.mark.parametrize("fork_early", [False, True])
-@pytest.mark.parametrize("seed", range(6))
-def test_a_row_read_back_is_the_row_and_its_samples(seed, fork_early):
-    samples, masks = trained_to_the_end(seed)
-    edges = LossEdges.from_forest(forest := PrefixForest.from_sequences(samples, loss_mask=masks))
-    row = tree_row(forest, edges, fork_early=fork_early, segment_parents=True)
-    read, terms = from_tree_row(row)
-    assert read.samples() == samples
-    assert torch.equal(read.input_ids, row["input_ids"]) and torch.equal(read.position_ids, row["position_ids"])
-    assert torch.equal(terms.row[terms.sample_edge], row["token_index"])
-    assert torch.equal(terms.target[terms.sample_edge], edges.target[edges.sample_edge])
-    again = tree_row(read, terms, fork_early=fork_early, segment_parents=True)
-    assert all(torch.equal(again[name], row[name]) for name in row)
-
-
-def test_tails_without_a_term_are_read_in_order_and_never_lost():
-    samples = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3], [7, 8], [9, 9]]
-    masks = [[0, 1, 1, 0], [0, 1, 1, 0], [0, 1, 1], [0, 0], [0, 1]]
-    forest = PrefixForest.from_sequences(samples, loss_mask=masks)
-    for fork_early in (False, True):
-        read, _ = from_tree_row(tree_row(forest, LossEdges.from_forest(forest), fork_early=fork_early))
-        assert sorted(read.samples()) == sorted(samples)
-        assert read.samples()[3:] == samples[3:]  # a sample without a term keeps its number
-
-
-@pytest.mark.parametrize("fork_early", [False, True])
-@pytest.mark.parametrize("seed", [1, 4, 5])
-def test_a_right_row_is_right_whoever_gets_the_tokens_behind_the_last_target(seed, fork_early):
-    samples, masks = drawn(seed)
-    forest = PrefixForest.from_sequences(samples, loss_mask=masks)
-    read, edges = from_tree_row(tree_row(forest, LossEdges.from_forest(forest), fork_early=fork_early))
-    assert read.samples() != samples  # drawn so
-    model = hf_forward(tiny_model())
-    report = verify_fold(model, read, samples=samples, loss_mask=masks, edges=edges, probes=0)
-    assert report.ok and report.other_tails, str(report)
-    assert f"{report.other_tails} end otherwise behind their last target" in str(report)
-    for changed in ([*samples[0], 96], [*samples[0][:-1], 95]):  # a token that the row lacks is no other tail
-        fitting = [[*masks[0], 0][: len(changed)], *masks[1:]]
-        report = verify_fold(model, read, samples=[changed, *samples[1:]], loss_mask=fitting, edges=edges)
-        assert report.findings == ["samples"]
-
-
-def damaged(row, name, index, value):
-    column = row[name].clone()
-    column[index] = value
-    return {**row, name: column}
-
-
-ROW_SAMPLES = [[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 7], [8, 9]]
-
-
-@pytest.mark.parametrize(
-    ("name", "index", "value", "found"),
-    [
-        ("input_ids", 0, -1, "input_ids has -1 at 0"),
-        ("position_ids", 1, 0, "position_ids: 0 at 1; expected 1"),
-        ("tree_kv_index", 2, 5, "tree_kv_index: 5 at 2"),  # a segment that attends to its sibling's row
-        ("tree_kv_index", 0, 99, "tree_kv_index has 99 at 0"),
-        ("tree_cu_seqlens_q", 1, 0, "tree_cu_seqlens_q is "),
-        ("tree_cu_seqlens_q", -1, 99, "tree_cu_seqlens_q has or ends at 99"),
-        ("tree_cu_seqlens_k", -1, 99, "tree_cu_seqlens_k has or ends at 99"),
-        ("tree_max_seqlens", 0, 9, "tree_max_seqlens: 9 at 0"),
-        ("tree_segment_parents", 1, -1, "tree_segment_parents: -1 at 1; expected 0"),
-        ("token_index", 0, 99, "token_index has 99 at 0"),
-        ("token_index", 1, 0, "term 1 is row 0 of sample 0, after row 0"),
-        ("segment_id", 0, 3, "term 1 is row "),
-        ("segment_id", -1, 2**40, "segment_id has 1099511627776"),
-        ("shift_labels", 0, 6, "term 0 is the token 6 after row 0 of sample 0"),
-        ("shift_labels", 0, -100, "the rows with a label"),
-    ],
-)
-def test_a_damaged_row_is_refused_with_what_was_found(name, index, value, found):
-    forest = PrefixForest.from_sequences(ROW_SAMPLES)
-    row = tree_row(forest, LossEdges.from_forest(forest), segment_parents=True)
-    from_tree_row(row)
-    with refused("E801", found):
-        from_tree_row(damaged(row, name, index, value))
-
-
-def test_rows_of_another_form_are_refused():
-    forest = PrefixForest.from_sequences(ROW_SAMPLES)
+def test_edges_and_layouts_that_do_not_fit_are_refused():
+    forest = PrefixForest.from_sequences([[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 7], [8, 9]])
     edges = LossEdges.from_forest(forest)
-    row = tree_row(forest, edges)
-    with refused("E801", "shift_labels"):
-        from_tree_row(tree_row(forest, edges, one_label=False))
-    with refused("E801", "input_ids", "each rank"):
-        from_tree_row({name: column[None] for name, column in row.items()})
-    with refused("E801", "input_ids", "[11]", "one axis"):
-        from_tree_row({**row, "input_ids": row["input_ids"].float()})
     with refused("E801", "one_label=True"):
         tree_row(forest, edges, fork_early=True, one_label=False)
     with refused("E801", "LossEdges.from_forest"):
         tree_row(forest.padded(16), edges)
-    for last, found in ((2**20, "segment_id has 1048576 at 0"), (2**20 - 1, "have 209715200 tokens")):
-        forest = PrefixForest.from_sequences([range(200)])  # a short row that names many samples
-        row = tree_row(forest, LossEdges.from_forest(forest))
-        with refused("E801", found):
-            from_tree_row({**row, "segment_id": torch.full_like(row["segment_id"], last)})
 
 
 # --- one attention, TRL's loss, tree-recurrence -----------------------------------------------------------------------
@@ -227,23 +127,6 @@ def test_every_layout_is_the_samples_through_one_attention(layout):
     weight = torch.randn(len(wanted))
     a, b = (gradients(model, (logp * weight).sum()) for logp in (found, wanted))
     assert (a - b).norm() < 1e-5 * b.norm()
-
-
-def test_trls_row_passes_verify_fold_and_a_damaged_one_fails():
-    samples, masks = trained_to_the_end(8)
-    model = tiny_model()
-    row = packed(samples, masks, [torch.zeros(len(sample)) for sample in samples], torch.zeros(len(samples)))
-    forest, edges = from_tree_row(row)
-    given = {"samples": samples, "loss_mask": masks, "probes": 4}
-    assert verify_fold(hf_forward(model), forest, edges=edges, **given).ok
-    changed, edges = from_tree_row(damaged(row, "input_ids", 0, int(row["input_ids"][0]) ^ 1))
-    assert verify_fold(hf_forward(model), changed, edges=edges, **given).findings == ["samples"]
-    lost = {**row, "token_index": row["token_index"][:-1], "segment_id": row["segment_id"][:-1]}
-    lost["shift_labels"] = torch.full_like(row["shift_labels"], -100)
-    lost["shift_labels"][lost["token_index"]] = row["shift_labels"][lost["token_index"]]
-    fewer, edges = from_tree_row(lost)
-    report = verify_fold(hf_forward(model), fewer, edges=edges, **given)
-    assert set(report.findings) & {"lost targets", "weights"}
 
 
 @pytest.mark.parametrize("fork_early", [False, True])

@@ -13,7 +13,7 @@ from support import LONG
 from support.data_files import lines, write, write_parquet
 from support.readings import FILES, JSONL, LIMIT, TEXTS, Reading, nonzero, put, read_in_small_batches, tables
 
-from niels_gpt.data.files import columns, parquet, rows
+from niels_gpt.data.files import parquet, rows
 from niels_gpt.settings import Settings
 
 
@@ -103,8 +103,8 @@ def test_what_is_excluded_is_in_no_batch(folder, entries):
 def test_a_line_is_parsed_once(folder, monkeypatch):
     put(folder / "own", [(".jsonl", lines({"text": "a"}, {"other": "b"}, {"text": 7}) + b"no row\n[1]\n\n")])
     given, parsed = Settings(pretrain=f"own={folder / 'own'}"), list[bytes]()
-    for module in (columns, rows):
-        monkeypatch.setattr(module, "parsed", lambda line, of=module.parsed: parsed.append(line) or of(line))
+    parse = rows.parsed
+    monkeypatch.setattr(rows, "parsed", lambda line: parsed.append(line) or parse(line))
     for by_column in (False, True):
         parsed.clear()
         assert len(Reading(given, "own", by_column=by_column).seen) == 1 and len(parsed) == 6

@@ -24,8 +24,8 @@ from support.small_builds import documents, locked, pretrain, whole_version
 from niels_gpt.cache import CacheError
 from niels_gpt.engine.meta import Source
 from niels_gpt.recipes.gc import collect
-from niels_gpt.storage.leftovers import removable
 from niels_gpt.storage.locks import hold_version
+from niels_gpt.storage.versions import removable
 
 pytestmark = pytest.mark.usefixtures("small_batches")
 

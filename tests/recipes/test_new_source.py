@@ -10,11 +10,12 @@ import pytest
 from support.errors import refused
 
 from niels_gpt.data import LocalFiles
-from niels_gpt.data.sources import Credit, SourceSpec
+from niels_gpt.data.spec import Credit, SourceSpec
 
 MODULE = """
 from niels_gpt.data import LocalFiles
-from niels_gpt.data.sources import SOURCES, Credit, SourceSpec
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.data.spec import Credit, SourceSpec
 from niels_gpt.data.types import PretrainSample
 
 

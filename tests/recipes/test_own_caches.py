@@ -125,6 +125,14 @@ def test_a_single_document_goes_to_train_and_an_empty_val_is_a_warning(home, cap
     assert "val is empty: too few distinct texts (1)" in caplog.text
 
 
+def test_a_single_chat_goes_to_train_and_an_empty_val_is_a_warning(home, tiny_model_path, caplog):
+    write(home / "chat.json", json.dumps(SHAREGPT[:1]))
+    settings = own(home, sft="chat=chat.json", tokenizer=str(tiny_model_path))
+    totals = recipes(settings)["sft/chat"](settings).meta["totals"]
+    assert (totals["train_examples"], totals["val_examples"]) == (1, 0)
+    assert "val is empty: too few distinct texts (1)" in caplog.text
+
+
 def test_what_its_user_says_stands_in_meta_and_in_stats(home):
     toml = '[pretrain.notes]\nfiles = "notes"\nlicence = "CC BY 4.0"\nattribution = "N. Otes"\n'
     (home / "sources.toml").write_text(toml)

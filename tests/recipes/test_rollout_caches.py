@@ -30,7 +30,7 @@ from niels_gpt.prefix_tree.rollouts.build import build_rollouts
 from niels_gpt.prefix_tree.rollouts.kind import ROLLOUTS
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.recipes.plan import plan, recipes
-from niels_gpt.recipes.rollouts.groups import recorded_groups
+from niels_gpt.recipes.rollouts import recorded_groups
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import code_of
 

@@ -237,8 +237,8 @@ def test_at_a_large_world_a_rank_computes_its_own_samples_and_no_more(tmp_path):
     for world in (1, 1024):
         one = mixture(sources(tmp_path / str(world), [6, 9]), [1, 1], G=world, world=world, block_size=2048)
         asked = []
-        locate = one.locate
-        one.locate = lambda samples, found=asked, ask=locate: (found.append(samples), ask(samples))[1]
+        locate = one.samples.locate
+        one.samples.locate = lambda samples, found=asked, ask=locate: (found.append(samples), ask(samples))[1]
         for _ in zip(range(17_000), one, strict=False):
             pass
         assert [len(samples) for samples in asked] == [16384, 16384]

@@ -226,13 +226,13 @@ class Waits(EpochStream):
 
     made = 0
 
-    def read(self, places):
+    def _batch(self, work, state):
         self.made += 1
         if self.made == 3:
             time.sleep(0.1)
             signal.raise_signal(signal.SIGINT)
             time.sleep(0.1)
-        return super().read(places)
+        return super()._batch(work, state)
 
 
 @pytest.mark.parametrize("closes", [True, False])

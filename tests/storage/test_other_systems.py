@@ -6,12 +6,9 @@ The programs below run in processes of their own, where these are taken away bef
 import errno
 import fcntl
 import json
-import logging
 import os
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 import torch
@@ -24,6 +21,7 @@ from support.small_caches import built_caches
 
 from niels_gpt.cache import PretrainTokenStreamDataset
 from niels_gpt.recipes.gc import collect
+from niels_gpt.storage.locks import apply_lock_setting
 
 ELSEWHERE = """
 import concurrent.futures.process, ctypes, errno, fcntl, multiprocessing.spawn, os, platform, runpy, sys
@@ -39,7 +37,7 @@ def audit(event, arguments):
 
 for name in ("sched_getaffinity", "SEEK_HOLE", "SEEK_DATA", "posix_fadvise", "posix_fallocate", "copy_file_range"):
     delattr(os, name)
-if sys.argv[1] == "record locks":
+if sys.argv[1] == "no flock":
     fcntl.flock = refused
 ctypes.CDLL = refused
 sys.addaudithook(audit)
@@ -80,10 +78,9 @@ def output(program, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("locks", ["flock", "record locks"])
-def test_small_caches_have_equal_bytes_and_batches(tmp_path, locks):
+def test_small_caches_have_equal_bytes_and_batches(tmp_path):
     here = output("import sys, torch" + SMALL, tmp_path / "here")
-    there = output(ELSEWHERE + SMALL, locks, tmp_path / "there")
+    there = output(ELSEWHERE + SMALL, "flock", tmp_path / "there")
     assert json.loads(there) == json.loads(here)
     assert tree_of(tmp_path / "there") == tree_of(tmp_path / "here") == built_caches()
 
@@ -91,18 +88,21 @@ def test_small_caches_have_equal_bytes_and_batches(tmp_path, locks):
 @pytest.mark.slow
 def test_commands_build_verify_and_clean_up_equal_caches(tmp_path):
     run = "\nimport runpy\nrunpy.run_module('niels_gpt.cache.cli', run_name='__main__', alter_sys=True)"
-    for place, prelude, *first in (("here", ""), ("there", ELSEWHERE, "record locks")):
+    for place, prelude, lock, *first in (("here", "", "auto"), ("there", ELSEWHERE, "lease", "no flock")):
         caches = tmp_path / place
         for source in ("roam", "oasst1"):
-            small = ["--source-root", "sample", "--vocab-size", "600", "--cache-dir", caches]
+            small = ["--source-root", "sample", "--vocab-size", "600", "--cache-dir", caches, "--lock", lock]
             output(prelude + run, *first, "build", source, *small)
         output(prelude + run, *first, "verify", caches / "sample/sft/oasst1")
         output(prelude + run, *first, "gc", caches / "sample")
     here, there = (
-        {name: content for name, content in tree_of(tmp_path / place).items() if "/.runs/" not in name}
+        {name: data for name, data in tree_of(tmp_path / place).items() if "/.runs/" not in name}
         for place in ("here", "there")
     )
-    assert there == here and len(here) > 20
+    locks = {name for name in here if name.endswith("/lock")}
+    assert len(locks) == 3 and here.keys() ^ there.keys() == locks | {"sample/.locks.json"}
+    both = here.keys() & there.keys()
+    assert len(both) > 20 and all(here[name] == there[name] for name in both)
 
 
 class NoFlock:
@@ -116,82 +116,18 @@ class NoFlock:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
 
-HOLD = """
-import sys, pathlib
-from niels_gpt.storage.locks import file_lock
-with file_lock(pathlib.Path(sys.argv[2]), "c", "is being built", wait=False):
-    print("held", flush=True)
-    sys.stdin.readline()
-"""
-
-
-def test_a_record_lock_keeps_another_process_out_until_it_ends(tmp_path, monkeypatch):
+def test_without_flock_a_builder_names_leases_which_work(tmp_path, monkeypatch):
     NoFlock(monkeypatch)
     path = tmp_path / "lock"
-    command = [sys.executable, "-c", ELSEWHERE.replace("sys.argv = sys.argv[1:]", "") + HOLD, "record locks", path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        for attempt in (lambda: look_at_lock(path), lambda: locked_file(path).__enter__()):
-            with refused("E503", f"pid {holder.pid}"):
-                attempt()
-        holder.kill()
-    with locked_file(path):
-        assert str(os.getpid()) in path.read_text()
-
-
-def test_a_record_lock_is_one_within_a_process_and_survives_a_look(tmp_path, monkeypatch):
-    NoFlock(monkeypatch)
-    path, order = tmp_path / "lock", []
-
-    def second():
-        with locked_file(path, wait=True):
-            order.append("second")
-
+    with pytest.raises(OSError, match=r"this file system has no flock\. .*--lock lease") as error:
+        locked_file(path).__enter__()
+    assert error.value.errno == errno.ENOTSUP
+    apply_lock_setting(tmp_path, "lease")
     with locked_file(path):
         for attempt in (lambda: look_at_lock(path), lambda: locked_file(path).__enter__()):
             with refused("E503", f"pid {os.getpid()}"):
                 attempt()
-        waiting = threading.Thread(target=second)
-        waiting.start()
-        other = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-        tried = subprocess.run([sys.executable, "-c", other, path], capture_output=True, text=True, check=False)
-        assert "BlockingIOError" in tried.stderr, "looking at the lock has dropped it"
-        order.append("first")
-    waiting.join()
-    assert order == ["first", "second"]
     look_at_lock(path)
-
-
-def test_two_threads_that_wait_get_a_record_lock_one_after_the_other(tmp_path, monkeypatch, caplog):
-    NoFlock(monkeypatch)
-    path = tmp_path / "lock"
-    caplog.set_level(logging.INFO, "niels_gpt")
-    inside, most, errors = [], [], []
-
-    def work(name):
-        with locked_file(path, wait=True):
-            inside.append(name)
-            other = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-            tried = subprocess.run([sys.executable, "-c", other, path], capture_output=True, text=True, check=False)
-            errors.append(tried.stderr)
-            most.append(len(inside))
-            inside.remove(name)
-
-    command = [sys.executable, "-c", ELSEWHERE.replace("sys.argv = sys.argv[1:]", "") + HOLD, "record locks", path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        threads = [threading.Thread(target=work, args=(name,)) for name in ("first", "second")]
-        for thread in threads:
-            thread.start()
-        while len(caplog.messages) < 2:
-            time.sleep(0.01)
-        time.sleep(0.2)  # some more looks, which are not logged
-        holder.kill()
-    for thread in threads:
-        thread.join()
-    assert most == [1, 1] and all("BlockingIOError" in error for error in errors)
-    said = caplog.messages
-    assert len(said) == 2 and all(f"pid {holder.pid}; waiting" in line for line in said)
 
 
 def test_without_flock_gc_keeps_versions_and_removes_unfinished_builds(tmp_path, monkeypatch):

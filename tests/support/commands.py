@@ -26,10 +26,10 @@ from niels_gpt.commands.eagle3 import precompute, respond
 from niels_gpt.commands.eagle3 import tools as eagle3
 from niels_gpt.commands.main import ROOT
 from niels_gpt.commands.settings_flags import settings_of
-from niels_gpt.interrupts import SIGNALS
 from niels_gpt.kinds.rows import Stats
 from niels_gpt.storage import remedies
 from niels_gpt.storage.codes import CodedWarning
+from niels_gpt.work import SIGNALS
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dagster._core.definitions.data_version import CachingStaleStatusResolver
 from dagster._core.loader import LoadingContextForTest
 
 from niels_gpt.settings import Settings
-from niels_gpt.storage import locks
+from niels_gpt.storage.locks import kernel
 from niels_gpt.storage.versions import build_lock
 from pipelines.definitions import niels_definitions
 from support import ROOT
@@ -123,12 +123,12 @@ def builder_of(settings, key):
     builder, handler = threading.Thread(target=hold), Waiting()
     builder.start()
     held.wait()
-    locks.logger.addHandler(handler)
+    kernel.logger.addHandler(handler)
     try:
         yield
     finally:
         done.set()
-        locks.logger.removeHandler(handler)
+        kernel.logger.removeHandler(handler)
         builder.join()
 
 

@@ -80,7 +80,7 @@ def json_values(content):
 def kept_of_the_hub(given, counters, limit):
     """Return the rows of the hub that are no longer than `limit` bytes; the others are counted."""
     of_hub = upstream_rows.UpstreamRows("x", counters, limit).of_hub(enumerate(given), "hub/x")
-    return [row for _, _, row in of_hub]
+    return [piece.item for piece in of_hub]
 
 
 def mirror_files(root, dataset, **how):

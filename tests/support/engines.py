@@ -5,8 +5,8 @@ from contextlib import contextmanager
 import pytest
 
 from niels_gpt import encoding
-from niels_gpt.tokenizers import engine
-from niels_gpt.tokenizers.gigatoken import memory
+from niels_gpt.tokenizers import engine, probes
+from niels_gpt.tokenizers.gigatoken import GigatokenEngine, Memory, process_size
 
 FIRST_COMPARED = engine.FIRST_COMPARED
 """So many documents at the beginning are all compared with the reference."""
@@ -14,8 +14,6 @@ FIRST_COMPARED = engine.FIRST_COMPARED
 
 def gigatoken(tokenizer, **how):
     """Return gigatoken without a comparison; how: max_growth, the bytes that it may grow before it is opened again."""
-    from niels_gpt.tokenizers.gigatoken.encoder import GigatokenEngine
-
     return GigatokenEngine(tokenizer, **how)
 
 
@@ -46,17 +44,17 @@ def texts_of_the_reference():
 
 def probe_texts(literals):
     """Return the texts on which gigatoken is compared when it is opened."""
-    return engine.probe_texts(literals)
+    return probes.probe_texts(literals)
 
 
 def growing_memory(max_growth):
     """Return what decides when gigatoken is opened again."""
-    return memory.Memory(max_growth)
+    return Memory(max_growth)
 
 
 def sees_its_size():
     """Whether a process can see its size here."""
-    return memory.process_size() is not None
+    return process_size() is not None
 
 
 def encoder_of(tokenizer):

@@ -26,7 +26,7 @@ from niels_gpt.recipes.plan import every_recipe, recipes, settings_fingerprint
 from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
-from niels_gpt.storage.locks.builders import file_lock
+from niels_gpt.storage.locks import file_lock
 from pipelines import automation, steps
 from support.disk import canonical_json, versions_dir
 

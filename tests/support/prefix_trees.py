@@ -94,23 +94,23 @@ def tree_keys(forest):
 
 def register_segments():
     """Let transformers know the attention by segments, "prefix_tree"."""
-    from niels_gpt.prefix_tree.backends.segments import register
+    from niels_gpt.prefix_tree.segments import register
 
     register()
 
 
 def advice(finding):
     """The last line of a report whose first finding this is."""
-    from niels_gpt.prefix_tree.fold_checks import ADVICE
+    from niels_gpt.prefix_tree.verify import ADVICE
 
     return f"What to do: {ADVICE[finding]}"
 
 
 @contextmanager
 def calls_of(name):
-    """The arguments of each call of a function of the backends, such as "checks.dense_mask"."""
+    """The arguments of each call of a function of the package, such as "attention.dense_mask"."""
     module, *owners, last = name.split(".")
-    owner = importlib.import_module(f"niels_gpt.prefix_tree.backends.{module}")
+    owner = importlib.import_module(f"niels_gpt.prefix_tree.{module}")
     for each in owners:
         owner = getattr(owner, each)
     real, calls = getattr(owner, last), []
@@ -127,7 +127,7 @@ def calls_of(name):
 @contextmanager
 def window_of_all(window):
     """Let every model be taken for one whose layers have this window."""
-    from niels_gpt.prefix_tree.backends import masks
+    from niels_gpt.prefix_tree import masks
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masks, "windows_of", lambda *_: {"": window})

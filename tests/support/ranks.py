@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from niels_gpt.prefix_tree.architectures import unwrapped
 from niels_gpt.prefix_tree.attention import AttentionRouteError, guard, model_inputs
-from niels_gpt.prefix_tree.backends.architectures import unwrapped
-from niels_gpt.prefix_tree.backends.segments_probe import use_segments
 from niels_gpt.prefix_tree.edges import LossEdges, folded_cross_entropy
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import Body, body_forward, logits_head
+from niels_gpt.prefix_tree.segments import use_segments
 from support.causal_models import SAMPLES, tiny_model
 
 WORLD = 2

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from niels_gpt.data.exclude import read_exclusion
-from niels_gpt.data.files import columns, parquet
+from niels_gpt.data.files import parquet, rows
 from niels_gpt.documents import Partition
 from niels_gpt.engine.meta import Source
 from niels_gpt.recipes import resolve, sources
@@ -123,9 +123,9 @@ def trained_on(*names):
 def parsed_lines():
     """Collect the lines of JSON that are parsed where rows are read as columns."""
     seen = []
-    parse = columns.parsed
+    parse = rows.parsed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "parsed", lambda line: seen.append(line) or parse(line))
+        patch.setattr(rows, "parsed", lambda line: seen.append(line) or parse(line))
         yield seen
 
 

@@ -14,8 +14,7 @@ from support.fault_builds import TEXTS, build_new, ready
 from support.power_loss import tree_of
 
 from niels_gpt.storage.locks import apply_lock_setting, leases
-from niels_gpt.storage.locks.folder import lease_path
-from niels_gpt.storage.locks.holders import Holder
+from niels_gpt.storage.locks.leases import Holder, lease_path
 
 pytestmark = pytest.mark.slow
 

@@ -34,8 +34,7 @@ from niels_gpt.storage.locks import (
     refuse_if_held,
     unless_held,
 )
-from niels_gpt.storage.locks.folder import LEASES_DIR, MARKER, lease_path
-from niels_gpt.storage.locks.holders import Holder, read_lease
+from niels_gpt.storage.locks.leases import LEASES_DIR, MARKER, Holder, lease_path, read_lease
 from niels_gpt.storage.versions import refuse_if_partition_is_built
 
 HOLD = """

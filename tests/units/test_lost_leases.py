@@ -15,8 +15,7 @@ from niels_gpt.kinds.verify import find_damage
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import apply_lock_setting, check_lease, file_lock, leases
-from niels_gpt.storage.locks.folder import LEASES_DIR, MARKER
-from niels_gpt.storage.locks.holders import Holder
+from niels_gpt.storage.locks.leases import LEASES_DIR, MARKER, Holder
 from niels_gpt.storage.versions import build_lock, building, commit, publish, resumable
 
 

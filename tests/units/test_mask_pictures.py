@@ -8,7 +8,7 @@ from PIL import Image
 from support.errors import refused
 
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.prefix_tree.savings.plot import MOST_DRAWN, plot_mask
+from niels_gpt.prefix_tree.plot import MOST_DRAWN, plot_mask
 
 pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
 

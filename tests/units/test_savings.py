@@ -9,8 +9,8 @@ import pytest
 from support.errors import refused
 
 from niels_gpt.commands.prefix_tree import read_rollouts
-from niels_gpt.prefix_tree.savings import count, plot
-from niels_gpt.prefix_tree.savings.count import count_savings, forests
+from niels_gpt.prefix_tree import plot, savings
+from niels_gpt.prefix_tree.savings import count_savings, forests
 
 # On paper. 1 2 | 10 11 | 20 21 22: 4 + 5 = 9 tokens become 7. Each token sees what stands above it and itself, so
 # 10 + 15 = 25 pairs become 3 + (3 + 4) + (3 + 4 + 5) = 22; a dense mask has 7 * 7 = 49.
@@ -51,7 +51,7 @@ def test_files_are_read_line_by_line_and_tell_how_far(tmp_path):
 
 
 def test_no_forest_has_more_tokens_than_a_group_of_a_cache(monkeypatch):
-    monkeypatch.setattr(count, "MAX_SAMPLE_TOKENS", 10)
+    monkeypatch.setattr(savings, "MAX_SAMPLE_TOKENS", 10)
     rows = [{"ids": [1, 2, number, 4]} for number in range(5)]
     found = lines_of("\n".join(map(json.dumps, rows)).encode())
     assert [len(each.lines) for each in forests(found, rows=0)] == [2, 2, 1]

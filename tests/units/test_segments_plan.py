@@ -9,9 +9,9 @@ from support.errors import refused
 from support.prefix_trees import tree, tree_keys
 
 from niels_gpt.prefix_tree.attention import dense_mask
-from niels_gpt.prefix_tree.backends.segments import Segments, segments_of
-from niels_gpt.prefix_tree.backends.segments_kernel import FlashSegments, attend, has_kernel
-from niels_gpt.prefix_tree.backends.segments_plan import depths, plan_of
+from niels_gpt.prefix_tree.segments import Segments, segments_of
+from niels_gpt.prefix_tree.segments_kernel import FlashSegments, attend, has_kernel
+from niels_gpt.prefix_tree.segments_plan import depths, plan_of
 
 
 def pairs(plan, rows):

@@ -1,7 +1,7 @@
-"""The kinds of token caches, pretrain and sft: their contents, and whether they are good. Nothing here loads torch.
+"""The kinds pretrain and sft: operations on finished token caches. Nothing here loads torch.
 
-tokens.py    the two kinds: what readers open, checks, figures, and the pieces that the modules below make
-validity.py  what a valid cache is: sums in meta.json, and in its files ids, sentinels, offsets, source ids
-show.py      decoded text with the supervised tokens marked, from a place on or around it; where printed text is cut
-plot.py      lengths of documents and shares of supervised tokens as a picture
+tokens.py    defines both kinds: what readers open, checks, figures; calls the modules below
+validity.py  decides what a valid cache is: sums in meta.json; ids, sentinels, offsets and source ids in its files
+show.py      prints decoded text with the supervised tokens marked, and the document at a position
+plot.py      draws lengths of documents and shares of supervised tokens
 """

@@ -1,4 +1,4 @@
-"""A picture of a finished cache: the lengths of its documents, and the supervised share of each sft example."""
+"""Draw the lengths of the documents of a cache, and the supervised share of each sft example."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.documents import lengths, supervised_counts
 from niels_gpt.cache.formats import SPLITS
+from niels_gpt.display.pictures import new_figure, plain_axes, png
 from niels_gpt.kinds.kind import Cache
-from niels_gpt.pictures import new_figure, plain_axes, png
 from niels_gpt.storage.meta_json import printable
 
 if TYPE_CHECKING:  # at run time imported by the functions that draw: matplotlib takes long to load
@@ -29,11 +29,11 @@ _BySplit = dict[str, NDArray[Any]]
 
 
 def plot(cache: Cache, name: str) -> bytes:
-    """Return a PNG of 720 x 280 pixels, some 10 kB: how the lengths of a cache's documents are distributed.
+    """Return a PNG of 720 x 280 pixels, about 10 kB: the distribution of the lengths of a cache's documents.
 
     Each split is shown as shares of its documents, so that a small val is as tall as train. An sft cache has a second
-    panel: the share of each example's tokens that is supervised. A cache without documents gives a smaller picture that
-    says so. name: of the cache, for the title.
+    panel: the share of each example's tokens that is supervised. For a cache without documents a smaller picture says
+    so. name: of the cache, for the title.
     """
     folder, meta = cache.folder, cache.meta
     name = printable(name).replace("$", r"\$")  # two of them would be a formula

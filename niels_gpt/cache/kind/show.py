@@ -1,4 +1,7 @@
-"""Decoded documents and examples with the supervised tokens marked; decides where printed text is cut."""
+"""Print decoded documents and examples with the supervised tokens marked, and the document at a position.
+
+Decides where printed text is cut, and which part of a long document is printed: the tokens around the position.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,10 @@ _MAX_MARKED = 4  # tokens: each byte of a character may be one
 
 
 def show_window(cache: Cache, tokenizer: Decoder, split: str, position: int, num_tokens: int, color: bool) -> str:
-    """Return a heading and the text from token `position` of a pretrain split on.
+    """Return a heading and the text of a pretrain split from token `position` on.
 
-    Sentinels have their short names, such as <|eot|>, and other special tokens their literals; both are cyan.
-    Raises: CacheError; ValueError for a split or a position that does not exist.
+    Sentinels have their short names, such as <|eot|>, other special tokens their literals; both are cyan.
+    Raises: CacheError for damage, another tokenizer, or a stub; ValueError for a split or position that does not exist.
     """
     _refuse(cache, tokenizer)
     ids, found = _window(cache.folder, cache.meta, split, position, num_tokens)
@@ -43,7 +46,7 @@ def show_window(cache: Cache, tokenizer: Decoder, split: str, position: int, num
 
 
 def window_data(cache: Cache, tokenizer: Decoder, split: str, position: int, num_tokens: int | None) -> dict[str, Any]:
-    """Return what `show_window` prints, ready for JSON. num_tokens: the most tokens; None: 200."""
+    """Return the content of `show_window`, ready for JSON. num_tokens: most tokens; None: 200."""
     num_tokens = _WINDOW if num_tokens is None else num_tokens
     _refuse(cache, tokenizer)
     ids, found = _window(cache.folder, cache.meta, split, position, num_tokens)
@@ -54,7 +57,7 @@ def show_example(cache: Cache, tokenizer: Decoder, split: str, row: int, num_tok
     """Return a heading and an example of an sft split; each turn begins a line.
 
     Supervised tokens are green, the others dim; without color, supervised tokens are in [[ ]].
-    Raises: as `show_window`.
+    Raises: CacheError for damage, another tokenizer, or a stub; ValueError for a split or position that does not exist.
     """
     _refuse(cache, tokenizer)
     ids, mask, found = _example(cache.folder, cache.meta, split, row)
@@ -65,7 +68,7 @@ def show_example(cache: Cache, tokenizer: Decoder, split: str, row: int, num_tok
 
 
 def example_data(cache: Cache, tokenizer: Decoder, split: str, row: int, num_tokens: int | None) -> dict[str, Any]:
-    """Return what `show_example` prints, ready for JSON, and its parts by loss. num_tokens: None: all."""
+    """Return the content of `show_example`, ready for JSON, with its parts by loss. num_tokens: None: all."""
     _refuse(cache, tokenizer)
     ids, mask, found = _example(cache.folder, cache.meta, split, row)
     ids, mask, names = ids[:num_tokens], mask[:num_tokens], sentinel_names(cache.folder, cache.meta)
@@ -74,7 +77,7 @@ def example_data(cache: Cache, tokenizer: Decoder, split: str, row: int, num_tok
 
 
 def _refuse(cache: Cache, tokenizer: Decoder) -> None:
-    """Raise CacheError for a tokenizer of other ids, and for a stub."""
+    """Raise CacheError if another tokenizer produced the ids, or E207 for a stub."""
     check_tokenizer(cache.folder, cache.meta, tokenizer.sha256)
     if cache.is_stub:
         raise CacheError(cache.path / META_NAME, "built is false, so there is nothing to show", code="E207")
@@ -85,7 +88,7 @@ def _headed(cache: Cache, split: str, head: str, text: str) -> str:
 
 
 def check_piece(cache: Cache, tokenizer: Decoder | None, split: str, num_tokens: int) -> None:
-    """Raise an error unless a piece of a split can be shown with this tokenizer."""
+    """Raise ValueError or CacheError unless the tokenizer can show a piece of the split."""
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
     if num_tokens < 1:
@@ -132,9 +135,9 @@ def _document(ids: Ids, names: dict[int, str], tokenizer: Decoder, color: bool) 
 
 
 def _chat(ids: Ids, mask: NDArray[np.bool_], names: dict[int, str], tokenizer: Decoder, color: bool) -> str:
-    """Return a legend and an example with its supervised tokens marked. names: as `turn_names`.
+    """Return a legend and an example with its supervised tokens marked. names: from `turn_names`.
 
-    Special tokens of a chat template are coloured as sentinels, and as supervised where they are.
+    Special tokens of a chat template are coloured like sentinels, or as supervised if they are.
     """
     is_sentinel = np.isin(ids, list(names)) | (is_special_token(ids, names, tokenizer) & ~mask)
     parts = []
@@ -156,7 +159,7 @@ def _check(position: int, total: int, what: str) -> None:
 
 
 def turn_names(folder: Path, meta: dict[str, Any]) -> dict[int, str]:
-    """Return the short names of sentinels, and before a role's a line end: each turn begins a line."""
+    """Return the short names of sentinels. A role's name begins with a line end, so that each turn begins a line."""
     return {token: name if name == "<|eot|>" else f"\n{name}" for token, name in sentinel_names(folder, meta).items()}
 
 
@@ -164,11 +167,11 @@ def turn_names(folder: Path, meta: dict[str, Any]) -> dict[int, str]:
 
 
 def locate(cache: Cache, tokenizer: Decoder | None, *, split: str, position: int, tokens: int) -> str:
-    """Return what is at token `position` of a split's stream, as lines of text; an sft example is a document.
+    """Return the document or example at token `position` of a split, as lines of text.
 
-    tokenizer: of the cache; None: ids are printed instead of text.
-    tokens: the most tokens of the document that are printed; a longer one is cut around the position.
-    Raises: CacheError; ValueError for a split or a position that does not exist.
+    tokenizer: of the cache; None: print ids instead of text.
+    tokens: most tokens of the document to print; a longer document is cut around the position.
+    Raises: CacheError for damage or another tokenizer; ValueError for a split or position that does not exist.
     """
     where: dict[str, Any] = {"split": split, "position": position, "tokens": tokens}
     found = locate_data(cache, tokenizer, **where, names_of=turn_names)
@@ -204,9 +207,10 @@ def locate_data(
     tokens: int | None = None,
     names_of: Callable[[Path, dict[str, Any]], dict[int, str]] = sentinel_names,
 ) -> dict[str, Any]:
-    """Return what `locate` prints, ready for JSON; docs/building.md has the fields.
+    """Return the content of `locate`, ready for JSON; docs/building.md lists the fields.
 
-    tokens: as in `locate`; None: all of the document. names_of: gives the names of sentinels. Raises: as `locate`.
+    tokens: most tokens of the document; None: all. names_of: returns the names of sentinels.
+    Raises: CacheError for damage or another tokenizer; ValueError for a split or position that does not exist.
     """
     folder, meta = cache.folder, cache.meta
     if tokenizer is not None:
@@ -227,7 +231,7 @@ def locate_data(
 
 
 def _document_at(cache: Cache, split: str, position: int) -> tuple[dict[str, Any], tuple[int, int]]:
-    """Return figures of the document at a position, and its first and last token in the split."""
+    """Return figures about the document at a position, and its first and last token in the split."""
     folder, meta = cache.folder, cache.meta
     starts = bounds(folder, meta, split)
     total = int(starts[-1])
@@ -267,7 +271,7 @@ def _file(folder: Path, meta: dict[str, Any], split: str, position: int) -> dict
 
 
 def _parts(ids: Ids, place: int, decode: Callable[[NDArray[Any]], str] | None) -> list[str]:
-    """Return the text before, at and after the token, or the few tokens that together encode its character; or ids."""
+    """Return the text before, at and after the token, or the few tokens that encode its character; else ids."""
     if decode is None:
         before, after = (" ".join(map(str, part.tolist())) for part in (ids[:place], ids[place + 1 :]))
         return [f"{before} ".lstrip(), str(ids[place]), f" {after}".rstrip()]

@@ -1,4 +1,4 @@
-"""The kinds of token caches: pretrain, a stream of documents, and sft, examples with a loss mask."""
+"""Define the kinds of token caches: pretrain, a stream of documents, and sft, examples with a loss mask."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from niels_gpt.storage.checks import Check, Figures
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import open_regular, path_inside, wrong_value
-from niels_gpt.tokenizers.vocabulary import end_of_documents, start_of_documents
+from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
 
 _CHUNK = 1 << 20  # examples whose first ids are checked at a time
 _NUMBERS = 1 << 16  # bounds that are Python numbers at a time
@@ -64,14 +64,14 @@ Meta = dict[str, Any]
 
 
 def _is_empty(meta: Meta, split: str) -> bool:
-    """Whether a split was built without a token, by its total and by the sizes of its shards."""
+    """Return whether a split was built without a token, by its total and the sizes of its shards."""
     totals, records = meta.get("totals"), meta.get("shards", {}).get(split, [{}])
     num_tokens = totals.get(f"{split}_tokens") if isinstance(totals, dict) else None
     return not num_tokens and not any(record.get("bytes", 1) for record in records)
 
 
 def _open_split(folder: Path, meta: Meta, split: str) -> None:
-    """Open a pretrain split, each of its files, and its documents, as the streams do."""
+    """Open a pretrain split, each of its files, and its documents, like the streams."""
     from niels_gpt.cache.pretrain_dataset import PretrainSplit
 
     if not path_inside(folder, split).is_dir():
@@ -84,7 +84,7 @@ def _open_split(folder: Path, meta: Meta, split: str) -> None:
 
 
 def _open_examples(folder: Path, meta: Meta, split: str) -> None:
-    """Open an sft split, and look at the first token of each example, as batches do."""
+    """Open an sft split, and look at the first token of each example, like batches."""
     from niels_gpt.cache.sft_split import SFTSplit
 
     opened = SFTSplit(folder, split)
@@ -151,7 +151,7 @@ _TOKENS = (
 
 
 class Tokens(Kind, ABC):
-    """What pretrain and sft caches share: token files, an index of offsets, source ids."""
+    """Base of pretrain and sft: token files, an index of offsets, source ids."""
 
     needs_tokenizer = True
 
@@ -166,7 +166,7 @@ class Tokens(Kind, ABC):
                 self._open(folder, meta, split)
 
     def _check_sentinels(self, folder: Path, meta: Meta) -> None:
-        """Raise CacheError where the readers need a sentinel that is not known."""
+        """Raise CacheError if the readers need a sentinel that is unknown."""
 
     @abstractmethod
     def _open(self, folder: Path, meta: Meta, split: str) -> None:
@@ -177,7 +177,7 @@ class Tokens(Kind, ABC):
         return wrong_sums(cache)
 
     def headers(self, files: FileChecks) -> Iterator[Damage]:
-        """Yield the offsets files that do not begin with the header of an int64 array of their length."""
+        """Yield the offsets files without the header of an int64 array of their length."""
         for record in files.meta.get("index", {}).values():
             name, entries = record["name"], record["entries"]
             if name not in files.readable:
@@ -204,7 +204,7 @@ class Tokens(Kind, ABC):
 
     @abstractmethod
     def _items(self, meta: Mapping[str, Any]) -> dict[str, int]:
-        """Return the documents or examples of each split."""
+        """Return the number of documents or examples of each split."""
 
     def stats(self, cache: Cache, progress: Any = None) -> Rows:
         """Return lengths, drops, source and licence."""
@@ -269,9 +269,9 @@ class Tokens(Kind, ABC):
 
 
 def _opened(module: str, name: str, how: str) -> Callable[[Mapping[str, Any]], Iterator[str]]:
-    """Return what yields the lines that open a token cache with a stream, and a token file with numpy.
+    """Return a function that yields lines of Python: they open a token cache as a stream, and a token file with numpy.
 
-    how: arguments, with {split} for one that has tokens.
+    how: arguments, with {split} for a split that has tokens.
     """
 
     def lines(meta: Mapping[str, Any]) -> Iterator[str]:
@@ -460,7 +460,7 @@ def _rows(cache: Cache, unit: str) -> Rows:
 
 
 def _asked(folder: Path, meta: dict[str, Any]) -> str:
-    """Return how many ids were asked for when the tokenizer beside a cache was trained, and on how much text."""
+    """Return the vocabulary and text sizes requested when the tokenizer beside a cache was trained."""
     about: dict[str, Any] = {}
     with suppress(CacheError, OSError):  # a damaged tokenizer is not this cache's damage
         beside = tokenizer_above(folder)

@@ -1,6 +1,7 @@
-"""Checks of what a cache's files hold: ids, sentinels, offsets and source ids, scanned as streams.
+"""Decide what a valid token cache is: sums in meta.json; ids, sentinels, offsets and source ids in its files.
 
-Decides what a valid token stream is: which sentinels stand where in a document and in an example, and which ids exist.
+Files are scanned as streams. The rules: which sentinels stand where in a document and in an example, and which ids
+exist.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from niels_gpt.kinds.kind import Cache
 from niels_gpt.storage.checks import Figures
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
 from niels_gpt.tokenizers.protocol import Ids, token_dtype_name
-from niels_gpt.tokenizers.vocabulary import end_of_documents, start_of_documents
 
 _OFFSET_BYTES = OFFSET_DTYPE.itemsize
 _MAX_EXAMPLES = 5  # named in one problem
@@ -44,7 +45,7 @@ Meta = dict[str, Any]
 
 
 def wrong_sums(cache: Cache) -> Iterator[Problem]:
-    """Yield what does not agree within the meta.json of a pretrain or sft cache."""
+    """Yield contradictions within the meta.json of a pretrain or sft cache."""
     meta = cache.meta
     yield from vocabulary_sums(meta, may_lack_sentinels=meta["kind"] != "sft" or has_loss_bits(meta))
     if cache.is_stub and any(record["bytes"] for record in cache.records):
@@ -101,9 +102,9 @@ def _split_sums(meta: Meta, split: str) -> Iterator[Problem]:
 
 
 def _partition_sums(meta: Meta, split: str, ends: list[int]) -> Iterator[Problem]:
-    """Compare the numbers of each partition with its shards, and their sums with the cache's.
+    """Compare the counts of each partition with its shards, and their sums with the cache's.
 
-    ends: the number of the shard after the last one of each partition.
+    ends: number of the shard after the last one of each partition.
     """
     of_each, shards = meta["partitions"]["of_each"], meta["shards"][split]
     yield from _compare("partitions", "partitions.total", meta["partitions"]["total"], len(of_each))
@@ -116,7 +117,7 @@ def _partition_sums(meta: Meta, split: str, ends: list[int]) -> Iterator[Problem
 
 
 def _document_counts(meta: Meta) -> Iterator[Problem]:
-    """Compare the numbers of documents or examples: kept, dropped, read."""
+    """Compare the counts of kept, dropped and read documents or examples."""
     if meta.get("built") is False:
         return
     sft = meta["kind"] == "sft"
@@ -139,11 +140,10 @@ def _document_counts(meta: Meta) -> Iterator[Problem]:
 
 
 def content_damages(files: FileChecks) -> Iterator[Damage]:
-    """Read every readable file of a pretrain or sft cache; yield wrong sha256 sums and wrong contents.
+    """Read every readable file of a pretrain or sft cache. Yields wrong sha256 sums and wrong contents.
 
-    The token files of an sft cache are read a second time, for its supervised tokens.
-
-    Contents that span files are judged only where all of these files are as they were written.
+    Reads the token files of an sft cache twice, the second time for its supervised tokens. Judges contents that span
+    files only if all of these files are as they were written.
     """
     meta, pretrain = files.meta, files.meta["kind"] == "pretrain"
     for split in SPLITS:
@@ -177,7 +177,7 @@ def content_damages(files: FileChecks) -> Iterator[Damage]:
 def _scanned(
     files: FileChecks, record: Record, scan: Scan | None = None, stream: SentinelScan | None = None
 ) -> Iterator[Damage]:
-    """Read one file; yield its own damage, and that of its contents unless it follows from damage of known bytes."""
+    """Read one file. Yields its own damage, and wrong contents unless they follow from damaged bytes that are known."""
     if record["name"] not in files.readable:
         return
     if stream is not None:
@@ -199,7 +199,7 @@ def _offsets(files: FileChecks, record: Record) -> NDArray[np.int64]:
 
 
 def id_damages(files: FileChecks, figures: Figures) -> Iterator[Damage]:
-    """Yield the ids that are not in the vocabulary, and the token files that cannot be read."""
+    """Yield ids outside the vocabulary, and token files that cannot be read."""
     tokens, greatest, vocab_size = 0, -1, int(files.meta["vocab_size"])
     itemsize, records = token_dtype_of(files.meta, files.folder / META_NAME).itemsize, files.records
     num_shards = sum(map(len, files.meta["shards"].values()))
@@ -232,9 +232,9 @@ def id_damages(files: FileChecks, figures: Figures) -> Iterator[Damage]:
 
 
 def supervised_damages(files: FileChecks, split: str, counts: NDArray[np.int64]) -> Iterator[Damage]:
-    """Yield the examples without a supervised token, and a sum other than the one in meta.json.
+    """Yield examples without a supervised token, and a sum that differs from meta.json.
 
-    counts: of `supervised_counts`.
+    counts: from `supervised_counts`.
     """
     meta, shards = files.meta, files.meta["shards"]
     expected = int(meta["supervised_tokens"][split])
@@ -252,10 +252,10 @@ def supervised_damages(files: FileChecks, split: str, counts: NDArray[np.int64])
 
 
 class OffsetsScan:
-    """An offsets file: begins at 0 and ascends strictly."""
+    """Check that an offsets file begins at 0 and ascends strictly."""
 
     def __init__(self, name: str, num_tokens: int, *, with_end: bool) -> None:
-        """num_tokens: of the split; with_end: the last entry is that number, as in the index of a pretrain cache."""
+        """num_tokens: of the split. with_end: the last entry is num_tokens, as in the index of a pretrain cache."""
         self._name, self._tokens, self._with_end = name, num_tokens, with_end
         self._count, self._last = 0, -1
         self._header_left = HEADER_BYTES
@@ -292,13 +292,13 @@ class OffsetsScan:
 
 
 class IdScan:
-    """A token file: every id is below vocab_size."""
+    """Check that every id in a token file is below vocab_size."""
 
     def __init__(self, name: str, meta: dict[str, Any]) -> None:
         self._name, self._vocab_size, self._dtype = name, int(meta["vocab_size"]), token_dtype_of(meta, META_NAME)
         self._num_wrong = self._first = self._id = self.num_tokens = 0
         self.greatest = -1
-        """The greatest id, -1 without any."""
+        """Greatest id; -1 without any."""
 
     def feed(self, content: memoryview, /) -> None:
         """Take the next bytes."""
@@ -313,7 +313,7 @@ class IdScan:
         self.num_tokens += len(tokens)
 
     def damages(self) -> Iterator[Damage]:
-        """Yield the first id that is not in the vocabulary, with the number of all such ids."""
+        """Yield the first id outside the vocabulary, with the number of all such ids."""
         if self._num_wrong:
             problem = (
                 f"token {self._first} is id {self._id}, expected ids below vocab_size {self._vocab_size}; "
@@ -324,7 +324,7 @@ class IdScan:
 
 
 class LinesScan:
-    """A file of source ids: ASCII, one line for each document."""
+    """Check a file of source ids: ASCII, one line for each document."""
 
     def __init__(self, name: str, num_documents: int) -> None:
         self._name, self._documents = name, num_documents
@@ -367,9 +367,9 @@ def _ends(meta: dict[str, Any], split: str, unit: str) -> NDArray[np.int64]:
 
 
 def _partition_damages(meta: dict[str, Any], split: str, bounds: NDArray[np.int64]) -> Iterator[Damage]:
-    """Yield the first partition whose documents and tokens in meta.json do not end at one place of the index.
+    """Yield the first partition whose documents and tokens in meta.json end at different places of the index.
 
-    bounds: where each document starts, and where the last one ends.
+    bounds: starts of the documents, then the end of the last one.
     """
     unit = "docs" if meta["kind"] == "pretrain" else "examples"
     docs, tokens = _ends(meta, split, unit), _ends(meta, split, "tokens")
@@ -383,9 +383,9 @@ def _partition_damages(meta: dict[str, Any], split: str, bounds: NDArray[np.int6
 
 
 def _cut_places(meta: dict[str, Any], split: str, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the last token of each document that may be cut and lack its end: of the last one of each partition.
+    """Return the last token of each document that may be cut and lack its end: the last document of each partition.
 
-    bounds: where each document of the split starts, and where the last one ends.
+    bounds: starts of the split's documents, then the end of the last one.
     """
     if not meta.get("cut", {}).get("documents", 0) or len(bounds) < 2:
         return np.zeros(0, dtype=np.int64)
@@ -393,23 +393,21 @@ def _cut_places(meta: dict[str, Any], split: str, bounds: NDArray[np.int64]) -> 
 
 
 class SentinelScan:
-    """The special tokens of a split's token stream, which may span several files.
+    """Check the special tokens of a split's token stream, which may span several files.
 
     Pretrain: each document begins with the token of `document_start` and ends with the token of `document_end`, if
-    there is one, and has them and special tokens nowhere else, but in an imported cache, whose documents may hold
-    any token.
-    Sft: each example begins with a role; a role is followed by ids and an end-of-text, and that by the next role. With
-    loss bits a chat template decides what stands where: nothing is scanned.
-    Only the first wrong token is kept.
+    there is one. They and other special tokens stand nowhere else, except in an imported cache, whose documents may
+    hold any token.
+    Sft: each example begins with a role. A role is followed by ids and an end-of-text, and that by the next role. With
+    loss bits a chat template decides the order: nothing is scanned.
+    Keeps only the first wrong token.
     """
 
     def __init__(
         self, meta: dict[str, Any], bounds: NDArray[np.int64], control: Collection[int] = (), split: str = "train"
     ) -> None:
-        """bounds: where each document starts, in tokens, and in a pretrain split where the last one ends.
-
-        control: ids that no text has, the sentinels among them or not.
-        """
+        """bounds: starts of the documents, in tokens; for a pretrain split also the end of the last one.
+        control: ids that no text has, with or without the sentinels."""
         self._dtype = token_dtype_of(meta, META_NAME)
         self._ids: dict[str, int] = dict(meta["special_token_ids"])
         self._names = {token: name for name, token in self._ids.items()}
@@ -428,7 +426,7 @@ class SentinelScan:
         self._damage: Damage | None = None
 
     def begin_file(self, name: str) -> None:
-        """The next bytes are those of this file."""
+        """Assign the next bytes to this file."""
         self._name, self._file_start = name, self._num_tokens
 
     def feed(self, content: memoryview, /) -> None:
@@ -441,14 +439,14 @@ class SentinelScan:
         self._num_tokens += len(tokens)
 
     def damages(self) -> Iterator[Damage]:
-        """Yield the first wrong token, after the last file."""
+        """Yield the first wrong token. Called after the last file."""
         if self._damage is None and self._sft and self._end != self._num_tokens - 1:
             self._keep(self._num_tokens - 1, "ends the last example, expected an end-of-text")
         if self._damage is not None:
             yield self._damage
 
     def _check_documents(self, places: NDArray[np.int64], ids: NDArray[np.int64], end: int) -> None:
-        """places, ids: positions and ids of the special tokens among the next tokens, which end at position `end`."""
+        """places, ids: positions and ids of the special tokens in the next tokens, which end at position `end`."""
         first, last = np.searchsorted(self._bounds, [self._num_tokens, end], side="right")
         ends = self._bounds[first:last] - 1 if self._end_id is not None else self._bounds[:0]
         is_end = ids == (-1 if self._end_id is None else self._end_id)
@@ -489,7 +487,7 @@ class SentinelScan:
         return f"special token {token}"
 
     def _check_examples(self, places: NDArray[np.int64], ids: NDArray[np.int64], end: int) -> None:
-        """As `_check_documents`, for examples."""
+        """Check examples. Takes the arguments of `_check_documents`."""
         open_roles = [] if self._role is None else [self._role]
         places = np.concatenate([[place for place, _ in open_roles], places]).astype(np.int64)
         ids = np.concatenate([[token for _, token in open_roles], ids]).astype(np.int64)

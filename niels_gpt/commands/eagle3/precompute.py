@@ -1,6 +1,6 @@
-"""python -m niels_gpt.eagle3.precompute: run a frozen target over chats once, and store what a draft is trained on.
+"""python -m niels_gpt.eagle3.precompute: run a frozen target over chats once, and store its outputs for drafts.
 
-Its flags are made of recipes/eagle3/options.py; here is the estimate that it prints.
+recipes/eagle3/options.py defines the flags; this module prints the estimate and the result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMES = {each.name for each in fields(Options)} - {"partitions", "partition", "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run python -m niels_gpt.eagle3.precompute with arguments; returns the exit status."""
+    """Run python -m niels_gpt.eagle3.precompute with arguments; return the exit status."""
     return run(PRECOMPUTE, argv, "python -m niels_gpt.eagle3.precompute")
 
 
@@ -43,7 +43,7 @@ def _precompute(source_root: str, dry_run: bool, **given: Any) -> Result:
 
 
 def _stated_words() -> list[str]:
-    """Return the words of the command, without what each partition states for itself: for other machines to run it."""
+    """Return the command's words without the ones that differ by partition, for other machines to run."""
     context = click.get_current_context()
     words = ["niels-gpt", "eagle3", "precompute"]
     for flag in context.command.params:
@@ -54,7 +54,7 @@ def _stated_words() -> list[str]:
 
 
 def _whole_path(value: str) -> str:
-    """Return the absolute path of what is written as a path and exists: other machines run in other folders."""
+    """Return the absolute path for an existing path, as other machines run in other folders; else the value."""
     is_path = any(sign in value for sign in "/.") and os.path.exists(value)
     return os.path.abspath(value) if is_path else value
 
@@ -95,7 +95,7 @@ def _run(options: Options, settings: Settings, command: list[str], *, dry_run: b
 
 
 def _partition_made(prepared: Prepared, options: Options, made: dict[str, Any]) -> Result:
-    """Print what a run of a partition made, and what to do next."""
+    """Print the result of a partition, and what to do next."""
     from niels_gpt.eagle3.partitions import part_text
     from niels_gpt.eagle3.resume import finished_of, progress_text
 
@@ -117,7 +117,7 @@ def _partition_made(prepared: Prepared, options: Options, made: dict[str, Any]) 
 
 
 def _hint_at_threads(workers: int, run: dict[str, Any]) -> None:
-    """Print a hint where workers share cores; the number of threads decides the bytes, so it is not changed here."""
+    """Print a hint if workers share cores. The number of threads decides bytes, so it is not changed here."""
     cores = usable_cores()
     if workers > 1 and run["device"] == "cpu" and workers * run["threads"] > cores:
         print(
@@ -164,7 +164,7 @@ def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
 
 
 def _by_token(parts: dict[str, float]) -> str:
-    """Return the bytes of a token, and in the native form those of its larger parts."""
+    """Return the bytes of a token as text; for a native cache also the bytes of its larger tensors."""
     total = sum(parts.values())
     text = f"{total:,.0f} bytes a token"
     if "target_probs" in parts or "target_probs_values" in parts:
@@ -199,7 +199,7 @@ def _print_made(produced: Produced, folder: Path) -> None:
 
 
 def flags_of(options: type[TargetOptions], dry_run: str) -> list[click.Parameter]:
-    """Return a flag for each option that has a group, in the order of GROUPS. dry_run: what --dry-run does."""
+    """Return a flag for each option with a group, in the order of GROUPS. dry_run: help of --dry-run."""
     found = [_flag(each) for group in GROUPS for each in fields(options) if each.metadata["group"] == group]
     text = "hub, sample, or the folder of a mirror"
     root = RichOption(["--source-root"], default=Settings().source_root, metavar="ROOT", help=text, panel=GROUPS[0])
@@ -237,7 +237,7 @@ def _flag(each: Field[Any]) -> RichOption:
 
 
 class _Precompute(Command):
-    """The command, which takes --format-version as the older name of --format."""
+    """The command; takes --format-version as the older name of --format."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run python -m niels_gpt.eagle3.respond with arguments; returns the exit status."""
+    """Run python -m niels_gpt.eagle3.respond with arguments; return the exit status."""
     return run(respond, argv, "python -m niels_gpt.eagle3.respond")
 
 

@@ -1,7 +1,7 @@
-"""All commands for EAGLE-3 caches in one group: `niels-gpt eagle3`, and python -m niels_gpt.eagle3.
+"""The groups `niels-gpt eagle3` and python -m niels_gpt.eagle3, and the commands for finished caches.
 
-Here: verify, inspect, stats; convert, redraft, seal, join; import and export. They take caches of other tools in the
-same format too.
+Here: verify, inspect, stats; convert, redraft, seal, join; import and export. They also take caches of other tools in
+    the same format.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from niels_gpt.commands.console import command as any_command
 from niels_gpt.commands.eagle3.precompute import PRECOMPUTE
 from niels_gpt.commands.eagle3.respond import respond
 from niels_gpt.commands.partitions import seal_folder
+from niels_gpt.display.pictures import check_png
 from niels_gpt.display.tables import folded, table
 from niels_gpt.eagle3.inspect.checks import RECOMPUTED
-from niels_gpt.pictures import check_png
 from niels_gpt.settings import UsageError
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import CacheError
@@ -110,7 +110,7 @@ def _verdict_lines(name: str, verdict: Verdict) -> str:
 def inspect(
     cache: Path, follow_links: bool, sample: int | None, tokenizer: str | None, slot: int, slots: int
 ) -> Result:
-    """Print what is in a cache."""
+    """Print a cache's origin, or a sample's slots."""
     from niels_gpt.eagle3.inspect import show
 
     links = {"follow_links": follow_links}
@@ -187,7 +187,7 @@ def convert(cache: Path, follow_links: bool, form: str, output_dir: Path | None,
 
 
 def _refuse_stated(*names: str) -> None:
-    """Raise UsageError for an option that the command line states and no shard is written by."""
+    """Raise UsageError for options on the command line that only apply when shards are written."""
     given = click.get_current_context().get_parameter_source
     if stated := [name for name in names if given(name) not in (None, ParameterSource.DEFAULT)]:
         flags = ", ".join("--" + name.replace("_", "-") for name in stated)
@@ -243,7 +243,7 @@ def _to_dense(
 
 
 def _not_to_native(cache: Path, manifest: dict[str, Any], follow_links: bool) -> CacheError:
-    """Return the refusal, with the command that makes a native cache of the same input, as far as the plan has it."""
+    """Return the refusal, with the command that builds a native cache of the same input if the plan knows it."""
     from niels_gpt.eagle3.format.plan import read_record
 
     record = read_record(cache, follow_links=follow_links) or {}
@@ -326,7 +326,7 @@ def redraft(
 
 
 def _special_ids(cache: Path, name: str | None, follow_links: bool) -> list[int | None]:
-    """Return bos, eos, pad and unk of the plan; without a plan, of the target's tokenizer."""
+    """Return bos, eos, pad and unk from the plan; without a plan, from the target's tokenizer."""
     from niels_gpt.chat.tokenizers import open_tokenizer
     from niels_gpt.eagle3.format.manifest import read_manifest
     from niels_gpt.eagle3.format.plan import read_record
@@ -352,7 +352,7 @@ def _special_ids(cache: Path, name: str | None, follow_links: bool) -> list[int 
 )
 @argument("cache", type=_PATH, metavar="DIR", help="folder that the partitions were made in")
 def seal(cache: Path) -> Result:
-    """Seal a folder of parts."""
+    """Seal a folder of partitions."""
     from niels_gpt.eagle3.kind import EAGLE3
 
     return seal_folder(EAGLE3, cache)
@@ -366,7 +366,7 @@ def seal(cache: Path) -> Result:
 @argument("out", type=click.Path(path_type=Path), help="folder of the cache: empty or absent")
 @argument("part", type=click.Path(path_type=Path), nargs=-1, required=True, help="folders of precompute --partition")
 def join(out: Path, part: tuple[Path, ...]) -> Result:
-    """Join parts."""
+    """Join partitions."""
     from niels_gpt.eagle3.build import join
 
     joined = join(out, part)
@@ -461,7 +461,7 @@ def _opened(
     last_hidden: str | None,
     **_: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the loaded target, and the arguments that say how the conventions are found."""
+    """Return the loaded target, and the arguments that decide how the conventions are determined."""
     import torch
 
     from niels_gpt.eagle3.exchange.move import Target
@@ -490,7 +490,7 @@ def _opened(
 
 
 def _special_ids_of_target(target: str, revision: str | None, config: Any) -> list[int | None]:
-    """Return bos, eos, pad and unk of the target's tokenizer, else of its config."""
+    """Return bos, eos, pad and unk of the target's tokenizer, or of its config."""
     from niels_gpt.chat.tokenizers import open_tokenizer
 
     try:
@@ -560,5 +560,5 @@ ROOT_COMMANDS = [
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run python -m niels_gpt.eagle3 with arguments, default those of the process; returns the exit status."""
+    """Run python -m niels_gpt.eagle3 with arguments, by default the process's own; return the exit status."""
     return run(FACE, argv, "python -m niels_gpt.eagle3")

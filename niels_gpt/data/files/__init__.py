@@ -2,8 +2,7 @@
 
 mirrors.py        which files of a mirror folder belong to a source and a split
 walk.py           the files below a folder: their order, which links are followed, and their fingerprint
-columns.py        texts of rows as columns, many at a time where rows are as usual
-rows.py           rows of a .jsonl, .json, .parquet or .txt file, and the position from which a resumed build reads on
+rows.py           rows of a .jsonl, .json, .parquet or .txt file, as columns where they are usual
 text.py           text of a file: its encoding, the largest document, and what is counted as repaired or dropped
 part.py           which files and rows of a source a partition has
 rollouts.py       samples of token ids of a row of recorded rollouts

@@ -1,4 +1,8 @@
-"""Rows of a .jsonl, .json, .parquet or .txt file, and the position from which a resumed build reads them."""
+"""Rows of a .jsonl, .json, .parquet or .txt file: one by one, or as columns where they are usual.
+
+A row is usual if it is read without a repair, has a text in one of the fields that may hold it, and no second text in
+another of them. Every other row is yielded alone, or dropped.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,24 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, BinaryIO, cast
 
 import orjson
 
 from niels_gpt.data.files import json_stream
-from niels_gpt.data.files.parquet import iter_parquet
 from niels_gpt.data.files.part import WHOLE_FILE, Share
 from niels_gpt.data.files.text import (
     MAX_DOCUMENT_BYTES,
     REPAIRED,
     Problem,
     decode,
+    has_other_text,
     is_empty_file,
+    is_pointer,
+    line_blocks,
     lines_of,
     note,
     opened_text,
@@ -30,7 +37,8 @@ from niels_gpt.data.files.text import (
 )
 from niels_gpt.storage.errors import SourceError
 
-T = TypeVar("T")
+Row = tuple[int, dict[str, Any]]
+"""A row's number from 1 (of the line, array item or parquet row), and its fields."""
 TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet")
 _MAX_DEPTH = 200
 """Levels of a row of JSON. Python's own limit is 994 or more, according to its release."""
@@ -40,102 +48,133 @@ _PLAIN, _NESTED = frozenset({str, int, bool, type(None)}), frozenset({dict, list
 _NUMBERS = frozenset({int, float})
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Consecutive usual rows of a file."""
+
+    numbers: Sequence[int]
+    """Row numbers, from 1, ascending."""
+    texts: list[bytes]
+    """Each row's text in UTF-8: the first of `Reading.texts` that holds a string."""
+    fields: dict[str, list[Any]]
+    """Values of `Reading.others`, None where a row lacks one. A field that no row has may be missing."""
+
+    def after(self, number: int) -> Columns:
+        """Return the rows behind the one with this number."""
+        cut = sum(each <= number for each in self.numbers)
+        fields = {name: values[cut:] for name, values in self.fields.items()}
+        return Columns(self.numbers[cut:], self.texts[cut:], fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How to read the rows of one file."""
+
+    texts: Sequence[str] = ()
+    """Fields that may hold a row's text; the first string counts. (): yield no Columns."""
+    others: Sequence[str] = ()
+    """Further fields of Columns."""
+    columns: Collection[str] | None = None
+    """Columns to read of a parquet file, where it has them; None: all."""
+    counters: Counter[str] | None = None
+    """Receives repairs and empty files, by reason."""
+    unreadable: Callable[[Problem], None] | None = None
+    """Called for each row that is dropped: no JSON object, or too large. One problem may stand for several rows of
+    parquet. None: raise SourceError instead."""
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    """Limit of a line or item with its line end, or of a parquet row's values. A larger one is never held in memory."""
+    skip_to: int = 0
+    """Last row that was yielded before. Rows up to it are skipped: not counted again, and decoded only in an array."""
+    share: Share = WHOLE_FILE
+    """Rows to read, or row groups of a parquet file that has at least `share.step` of them. Other rows are not counted,
+    and decoded only in an array."""
+
+    @property
+    def file_counters(self) -> Counter[str] | None:
+        """Counters of what a file has once, such as a byte-order mark; None where another reading counts it."""
+        return None if self.skip_to or not self.share.has(0) else self.counters
+
+    def drop(self, problem: Problem) -> None:
+        """Report a dropped row to `unreadable`. Raises: SourceError E302 without `unreadable`."""
+        if self.unreadable is None:
+            raise SourceError(problem)
+        self.unreadable(problem)
+
+
 def iter_rows(
     paths: Iterable[Path], *, counters: Counter[str] | None = None, max_document_bytes: int = MAX_DOCUMENT_BYTES
 ) -> Iterator[dict[str, Any]]:
-    """Stream the rows of files in order; a .txt file gives one {"text": line} per line, with its newline.
+    """Yield the rows of files in order; a .txt file gives one {"text": line} per line, with its newline.
 
-    Raises: ValueError naming the file, and the line or item of JSON, for a row that is no JSON object or larger than
-        `max_document_bytes`, and for a damaged file.
+    Raises: SourceError E302 for a damaged file, and for a row that is no JSON object or larger than
+        `max_document_bytes`. The message names the file, and the line or item.
     """
     for path in paths:
         rows = numbered_rows(path, counters=counters, max_document_bytes=max_document_bytes)
         yield from (row for _, row in rows)
 
 
-def numbered_rows(
-    path: Path,
-    *,
-    counters: Counter[str] | None = None,
-    columns: Collection[str] | None = None,
-    unreadable: Callable[[Problem], None] | None = None,
-    max_document_bytes: int = MAX_DOCUMENT_BYTES,
-    skip_to: int = 0,
-    share: Share = WHOLE_FILE,
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Stream a file's rows, each with its number from 1: the number of the line, array item or parquet row.
+def numbered_rows(path: Path, **how: Any) -> Iterator[Row]:
+    """Yield a file's rows with their numbers, one by one. how: fields of Reading, without `texts`.
 
-    columns: the only ones to read of a parquet file, as far as it has them; None: all.
-    unreadable: called for each row that is no JSON object or too large, which is then dropped. In a parquet file it may
-        be several rows at once, which can only be read together: see parquet.py.
-    max_document_bytes: of a line or item with its line end, or of a parquet row's values; a larger one is never held.
-    skip_to: number of a row that was yielded before. The rows up to it are skipped; they are not counted again, and not
-        decoded, except in an array.
-    share: which rows, or row groups of a parquet file that has at least `share.step` of them. Others are not decoded,
-        except in an array, and not counted; a byte-order mark is counted with the first row.
-    Raises: ValueError naming the file if it is damaged as a whole or an array that is cut off; without `unreadable`
-        also for a row that would be dropped. A file without a byte has no rows, and is counted.
+    Raises: SourceError E302 as `rows_or_columns`.
     """
-    if is_empty_file(path, of_file(counters, skip_to, share)):
-        return
+    return cast(Iterator[Row], rows_or_columns(path, Reading(**how)))
+
+
+def rows_or_columns(path: Path, reading: Reading) -> Iterator[Columns | Row]:
+    """Yield a file's rows in order; with `reading.texts` runs of usual rows as Columns of about a mebibyte.
+
+    A file of zero bytes has no rows, and is counted.
+    Raises: SourceError E302 for another kind of file, a damaged file and an array that is cut off; without
+        `reading.unreadable` also for a row that would be dropped.
+    """
     name = path.name.lower()
-    rows: Iterator[tuple[int, dict[str, Any] | Problem]]
+    if is_empty_file(path, reading.file_counters):
+        return
     if name.endswith(".parquet"):
-        decode_text = partial(decode, counters=counters, where=os.fspath(path))
-        rows = iter_parquet(
-            path, decode=decode_text, columns=columns, max_row_bytes=max_document_bytes, skip_to=skip_to, share=share
-        )
+        yield from _of_parquet(path, reading)
     elif name.endswith(".txt"):
-        rows = _text_lines(path, counters, max_document_bytes, skip_to, share)
-    elif unpacked_name(name).endswith((".jsonl", ".json")):
-        rows = _json_rows(path, counters, max_document_bytes, skip_to, share)
-    else:
+        yield from _text_lines(path, reading)
+    elif not unpacked_name(name).endswith((".jsonl", ".json")):
         raise SourceError(f"{path}: rows come from {' '.join(TABLE_SUFFIXES)} .json .txt, not from this kind of file")
-    for number, row in rows:
-        if isinstance(row, dict):
-            yield number, row
-        elif unreadable is None:
-            raise SourceError(row)
+    elif _is_read_by_line(path, reading.max_document_bytes):
+        with opened_text(path, counters=reading.file_counters) as file:
+            yield from rows_of_lines(file, path, reading)
+    else:
+        yield from _json_items(path, reading)
+
+
+def _of_parquet(path: Path, reading: Reading) -> Iterator[Columns | Row]:
+    from niels_gpt.data.files import parquet  # imports pyarrow, which is heavy
+
+    decode_text = partial(decode, counters=reading.counters, where=os.fspath(path))
+    batches = parquet.iter_batches(
+        path,
+        columns=reading.columns,
+        max_row_bytes=reading.max_document_bytes,
+        skip_to=reading.skip_to,
+        share=reading.share,
+    )
+    for numbers, batch in batches:
+        if isinstance(batch, Problem):
+            reading.drop(batch)
+        elif (found := parquet.usual_columns(batch, reading.texts, reading.others)) is None:
+            yield from parquet.rows_of_batch(batch, decode_text, path, numbers, reading.skip_to)
         else:
-            unreadable(row)
+            columns = Columns(numbers, *found)
+            yield columns if numbers[0] > reading.skip_to else columns.after(reading.skip_to)
 
 
-def _text_lines(
-    path: Path, counters: Counter[str] | None, limit: int, skip_to: int, share: Share
-) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
-    with opened_text(path, counters=of_file(counters, skip_to, share)) as file:
-        for number, line in lines_of(file, limit, share, skip_to, path=path):
+def _text_lines(path: Path, reading: Reading) -> Iterator[Row]:
+    with opened_text(path, counters=reading.file_counters) as file:
+        lines = lines_of(file, reading.max_document_bytes, reading.share, reading.skip_to, path=path)
+        for number, line in lines:
+            where = f"{path}, line {number}"
             if line is None:
-                yield number, Problem.too_large(f"{path}, line {number}", limit)
-                continue
-            try:
-                text = line.decode()
-            except UnicodeDecodeError:
-                text = decode(line, counters=counters, where=f"{path}, line {number}")
-            yield number, {"text": text}
-
-
-def of_file(counters: Counter[str] | None, skip_to: int, share: Share) -> Counter[str] | None:
-    """Return the counters of what a file has once, such as a byte-order mark; None where it is counted elsewhere."""
-    return None if skip_to or not share.has(0) else counters
-
-
-def _json_rows(
-    path: Path, counters: Counter[str] | None, limit: int, skip_to: int, share: Share
-) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
-    by_line = _is_read_by_line(path, limit)
-    with opened_text(path, counters=of_file(counters, skip_to, share)) as file:
-        if not by_line:
-            for number, value, text in json_stream.iter_values(file, str(path), limit):
-                if number <= skip_to or not share.has(number - 1):
-                    continue
-                where = f"{path}, item {number}"
-                yield number, value if isinstance(value, Problem) else _json_item(value, text, where, counters)
-            return
-        for number, line in lines_of(file, limit, share, skip_to, path=path):
-            row = None if line is None else parsed(line)
-            if (found := row_of_line(line, row, path, number, limit, counters)) is not None:
-                yield number, found
+                reading.drop(Problem.too_large(where, reading.max_document_bytes))
+            else:
+                yield number, {"text": decode(line, counters=reading.counters, where=where)}
 
 
 def _is_read_by_line(path: Path, limit: int) -> bool:
@@ -146,30 +185,73 @@ def _is_read_by_line(path: Path, limit: int) -> bool:
         return not json_stream.spans_lines(file, limit)
 
 
-def row_of_line(
-    line: bytes | None,
-    fast: dict[str, Any] | None,
-    path: Path,
-    number: int,
-    limit: int,
-    counters: Counter[str] | None,
-) -> dict[str, Any] | Problem | None:
-    """Return the row of a line; None if the line is blank.
+def _json_items(path: Path, reading: Reading) -> Iterator[Row]:
+    with opened_text(path, counters=reading.file_counters) as file:
+        for number, value, text in json_stream.iter_values(file, str(path), reading.max_document_bytes):
+            if number <= reading.skip_to or not reading.share.has(number - 1):
+                continue
+            row = value
+            if not isinstance(value, Problem):
+                row = _json_item(value, text, f"{path}, item {number}", reading.counters)
+            if isinstance(row, Problem):
+                reading.drop(row)
+            else:
+                yield number, row
 
-    line: with its line end; None for one of more than `limit` bytes. fast: what `parsed` returns for it.
-    number: of the line, from 1.
+
+def rows_of_lines(file: BinaryIO, path: Path, reading: Reading) -> Iterator[Columns | Row]:
+    """Yield the rows of an open file with one JSON object a line, as `rows_or_columns`. path: names it in messages."""
+    for first, lines in line_blocks(file, reading.max_document_bytes, path):
+        numbers, texts, rows = list[int](), list[bytes](), list[dict[str, Any]]()
+        wanted = reading.share.numbers(max(first, reading.skip_to + 1), first + len(lines))
+        for number, line in zip(wanted, lines[wanted.start - first :: wanted.step], strict=True):
+            row = None if line is None else parsed(line)
+            text = None if row is None or not reading.texts else _usual_text(row, reading.texts)
+            if row is not None and text is not None:
+                numbers.append(number)
+                texts.append(text)
+                rows.append(row)
+                continue
+            if rows:
+                yield Columns(numbers, texts, _fields_of(rows, reading.others))
+                numbers, texts, rows = [], [], []
+            if row is None:
+                row = _unusual_row(line, path, number, reading)
+            if row is not None:
+                yield number, row
+        if rows:
+            yield Columns(numbers, texts, _fields_of(rows, reading.others))
+
+
+def _usual_text(row: dict[str, Any], names: Sequence[str]) -> bytes | None:
+    """Return the text of a usual row; None for any other."""
+    found = [value for name in names if type(value := row.get(name)) is str]
+    if not found or (len(found) > 1 and has_other_text(found)):
+        return None
+    text = found[0].encode()
+    return None if is_pointer(text) else text
+
+
+def _fields_of(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _unusual_row(line: bytes | None, path: Path, number: int, reading: Reading) -> dict[str, Any] | None:
+    """Return the row of a line that `parsed` leaves to Python's json; None if it is blank or dropped.
+
+    line: None stands for a line that is too large.
     """
     where = f"{path}, line {number}"
     if line is None:
-        return Problem.too_large(where, limit)
-    if fast is not None:
-        return fast
+        reading.drop(Problem.too_large(where, reading.max_document_bytes))
+        return None
     if not line.strip():
         return None
-    row = _json_object(line, where, counters)
+    row = _json_object(line, where, reading.counters)
     if isinstance(row, Problem):
         is_jsonl = unpacked_name(path.name).lower().endswith(".jsonl")
-        row = Problem(row + _remedy(line, is_jsonl and number == 1))
+        reading.drop(Problem(row + _remedy(line, is_jsonl and number == 1)))
+        return None
     return row
 
 
@@ -274,57 +356,3 @@ def _repaired(value: Any) -> Any:
     if isinstance(value, list):
         return [_repaired(item) for item in value]
     return {_repaired(key): _repaired(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-class Position:
-    """Where a loader is in its files, kept in a dict that it shares with the builder, as it shares its counters.
-
-    To resume, the builder fills the dict before the first row is read, with its content when some sample was yielded:
-    the loader starts with the next one. While it reads, the loader keeps in the dict `file`, the file's number from 0;
-    `row`, the row's number from 1, 1 for a file that is one document; and numbers of its own.
-    """
-
-    def __init__(self, shared: dict[str, int] | None) -> None:
-        """shared: None if no builder wants it. Create this when the first row is wanted, not before."""
-        self._wanted = shared is not None
-        self._shared = {} if shared is None else shared
-        self._start = dict(self._shared)
-        self.resumed = "file" in self._start
-        """Whether samples are skipped."""
-
-    def number(self, name: str) -> int:
-        """Return one of the loader's own numbers at the start; 0 at the beginning of the source."""
-        return self._start.get(name, 0)
-
-    def skips_file(self, file: int) -> bool:
-        """Return whether every row of a file is skipped, so that it need not be opened."""
-        return file < self.number("file")
-
-    def last_skipped_row(self, file: int) -> int:
-        """Return the number of the last row of a file that is skipped; 0 if none is."""
-        return self.number("row") if file == self.number("file") else 0
-
-    def set(self, file: int, row: int, **numbers: int) -> None:
-        """Record the row that was read, before a sample is made of it."""
-        self._shared.update(numbers, file=file, row=row)
-
-    def set_all(self, file: int, rows: Sequence[int], **numbers: Sequence[int]) -> dict[str, list[int]]:
-        """Record rows of a file that were read; return the position at each, which `set` would have left in the dict.
-
-        rows: their numbers. numbers: the loader's own numbers at each of them. Returns {} if no builder wants it.
-        """
-        columns = {"file": [file] * len(rows), "row": list(rows), **{name: list(own) for name, own in numbers.items()}}
-        columns = {**{name: [value] * len(rows) for name, value in self._shared.items()}, **columns}
-        self._shared.update({name: values[-1] for name, values in columns.items()})
-        return columns if self._wanted else {}
-
-
-def from_position(parts: Sequence[T], position: dict[str, int]) -> Iterator[T]:
-    """Yield the parts from the one whose number `position` holds as "stream"; each next one clears `position`."""
-    first = position.get("stream", 0)
-    for number, part in enumerate(parts):
-        if number > first or "stream" not in position:
-            position.clear()
-            position["stream"] = number
-        if number >= first:
-            yield part

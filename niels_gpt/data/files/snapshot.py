@@ -19,10 +19,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError, SourceError
 from niels_gpt.storage.fileio import canonical_json, fsync_dir, open_for_reading, sha256_file, write_bytes
 from niels_gpt.storage.locks import file_lock
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""A small corpus written for this project, in the mirror layout; `python -m tools.sample.generate` writes its files."""
+"""A small corpus written for this project, in the layout of a mirror. Its files are edited by hand."""

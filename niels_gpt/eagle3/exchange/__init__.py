@@ -1,7 +1,7 @@
-"""Caches of other tools: read into a native cache, and written from one.
+"""Imports the folders of other tools as native caches, and exports native caches for them.
 
-foreign.py  a sample as other tools store it, whole and unshifted; which one is refused, and why
-tools.py    SpecForge's folder: one file of torch.save a sample; speculators': a dataset, and one safetensors file a row
-proof.py    which blocks a tool's states are of, and before or after the final norm, found by running the target
-move.py     such a folder -> a native cache, and back
+foreign.py  a sample as other tools store it, whole and unshifted; decides which samples are refused
+tools.py    reads and writes SpecForge's folder (torch.save files) and speculators' (a dataset and safetensors files)
+proof.py    determines a tool's layers, and the side of the final norm, by running the target
+move.py     converts such a folder to a native cache, and back
 """

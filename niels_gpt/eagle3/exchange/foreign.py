@@ -1,4 +1,4 @@
-"""A sample as other tools store it: all L tokens, unshifted, every state whole; and what makes one unusable."""
+"""A sample as other tools store it: all L tokens, unshifted, with every state; decides which samples are unusable."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ForeignFiles(Protocol):
 
 
 class BadSample(Exception):
-    """A sample that cannot be used. reason: one of REASONS. found: what was found and expected, as a sentence."""
+    """An unusable sample. reason: one of REASONS. found: a sentence with the fault and the expected form."""
 
     def __init__(self, reason: str, name: str, found: str, remedy: str = "") -> None:
         super().__init__(reason, name, found, remedy)
@@ -55,12 +55,12 @@ class BadSample(Exception):
         self.remedy = remedy or "Write it again with the tool that made it, or leave such samples out: --drop-bad"
 
     def refusal(self, folder: Path) -> CacheError:
-        """Return the error that names the sample."""
+        """Return the error E711 that names the sample."""
         return CacheError(folder, f"{self.name} is {self.reason}: {self.found}", remedy=self.remedy, code="E711")
 
 
 def unreadable(name: str, error: CacheError, file: str = "") -> BadSample:
-    """Return the error of a sample whose file, named by `file` if given, is refused; a link has its own remedy."""
+    """Return the error for a sample whose file is refused. file: its name, if useful. A link keeps its own remedy."""
     remedy = error.own_remedy if error.code == "E205" else ""
     return BadSample("unreadable", name, f"{file}: {error.problem}" if file else error.problem, remedy)
 
@@ -68,7 +68,7 @@ def unreadable(name: str, error: CacheError, file: str = "") -> BadSample:
 def checked_sample(
     name: str, input_ids: Any, loss_mask: Any, states: Tensor, last: Tensor, hidden_size: int, vocab_size: int
 ) -> ForeignSample:
-    """Return a sample whose parts fit each other and the target.
+    """Return a sample after checking that its tensors fit each other and the target.
 
     input_ids, loss_mask: integers [L]. states: [L, K * H] or [L, K, H]. last: [L, H].
     Raises: BadSample.

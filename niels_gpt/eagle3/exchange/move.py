@@ -1,14 +1,13 @@
-"""A folder of another tool -> a native cache, and a native cache -> such a folder.
+"""Converts a folder of another tool to a native cache (import), and a native cache to such a folder (export).
 
-Import: conventions are proved, samples checked, target rows computed. The other tool stores states alone. What a native
-cache has beside them is computed here: of each target row the log-normalizer and the most probable token, from the
-stored last hidden state by the target's own norm and lm_head. A shard's samples are in memory until it is written:
-`shard_bytes` at most, and one sample more.
+Import determines the conventions, checks the samples and computes what the tool does not store: the log-normalizer and
+the most probable token of each target row, from the stored last hidden state by the target's own norm and lm_head.
+Memory holds the samples of one unwritten shard: at most `shard_bytes` plus one sample.
 
-Export: every state stands in its place, with zeros where the cache has none. A native cache has no state where no loss
-can need it: its auxiliary states end before the last target row, and target rows are stored where a loss mask, shifted
-or not, can be 1. All other states are zeros in the folder, and the loss of EAGLE-3, of either tool, looks at none of
-them. Drafts of other kinds, such as MTP and DFlash, read more states than these. The masks and ids are whole.
+Export writes every state in its place, and zeros where the cache has none. A native cache has no state that no loss
+needs: its auxiliary states end before the last target row, and target rows exist where a loss mask, shifted or not, may
+be 1. The EAGLE-3 loss of either tool reads no other state. Drafts of other kinds, such as MTP and DFlash, read more.
+Masks and ids are complete.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
 from niels_gpt.eagle3.format.weights import write_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.totals import Counts
-from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError, TargetError
 from niels_gpt.storage.fresh_folder import fresh_folder
+from niels_gpt.work import Progress
 
 # --- import -----------------------------------------------------------------------------------------------------------
 
@@ -59,7 +58,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Target:
-    """The target that the states were made from, loaded."""
+    """The loaded target that the states come from."""
 
     name: str
     """For the manifest."""
@@ -75,7 +74,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import did."""
+    """The result of an import."""
 
     convention: Convention
     loss_mask: str
@@ -111,18 +110,18 @@ def import_cache(
     progress: Progress | None = None,
     follow_links: bool = False,
 ) -> Imported:
-    """Write a native cache of another tool's folder.
+    """Import another tool's folder as a native cache.
 
-    tool: a key of FILES. out: must not exist, or be an empty folder; it is there whole or not at all.
-    capture: runs the target over a sample, to prove the conventions on `samples` of them, drawn by `seed`. Without it
-        they are `stated`, and nothing is compared.
+    tool: a key of FILES. out: absent or empty; the cache appears complete or not at all.
+    capture: runs the target over a sample; the conventions are then determined on `samples` samples, drawn by `seed`.
+        stated: the conventions instead of `capture`; then nothing is compared.
     draft_vocab_size: tokens that the draft knows; None: all. aux_fp8: store the auxiliary states as float8.
-    drop_bad: leave out and count samples that are missing, unreadable, mismatched or not finite; else one is an error.
-    loss_mask: "raw", of each token itself; "shifted", of the next one; None: raw, and an error where the drawn samples
-        show that it is shifted.
-    progress: items and units are samples.
-    Raises: CacheError for a folder or a sample that does not fit, and where no convention fits; ValueError for
-        arguments that do not fit each other.
+    drop_bad: leave out and count samples that are missing, unreadable, mismatched or not finite, instead of failing.
+    loss_mask: "raw": of each token itself; "shifted": of the next token; None: raw, and an error if the drawn samples
+        show a shifted mask.
+    progress: counts samples.
+    Raises: CacheError for a folder or sample that does not fit, or conventions that cannot be determined; ValueError
+        for contradictory arguments.
     """
     if (capture is None) == (stated is None) or samples < 1:
         raise ValueError("either a capture and one sample or more to prove the conventions on, or stated ones")
@@ -151,7 +150,7 @@ def import_cache(
 
 
 class _Import:
-    """The samples of a folder, a bad one refused, or left out and counted, and the shards made of the others."""
+    """Reads a folder's samples and writes the shards; refuses bad samples, or leaves them out and counts them."""
 
     def __init__(
         self, source: Path, files: ForeignFiles, drop_bad: bool, is_shifted: bool, aux_fp8: bool, shard_bytes: int
@@ -188,10 +187,10 @@ class _Import:
         return sample
 
     def drawn(self, samples: int, seed: int, *, to_compare: bool) -> list[tuple[str, ForeignSample]]:
-        """Return samples that a seed draws, with their names; all others must have the commonest form of these.
+        """Return samples drawn by the seed, with their names. Their commonest form becomes the form of all samples.
 
-        to_compare: pass over samples without stored states among the tokens that the target is run over, as exports
-            have them; where no other is there, take those whose states come later.
+        to_compare: skip samples without stored states among the tokens that the target runs over, as exports have them;
+            if there are no others, take samples with states further back.
         Raises: CacheError.
         """
         order = torch.randperm(len(self.files.names), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -220,14 +219,14 @@ class _Import:
         return [(self.files.names[index], drawn[index]) for index in kept]
 
     def _refuse_other_form(self, name: str, sample: ForeignSample) -> None:
-        """Raise BadSample where layers or dtypes are not those of most of the drawn samples."""
+        """Raise BadSample if layers or dtypes differ from most of the drawn samples."""
         form = _form_of(sample)
         if self._form is not None and form != self._form:
             texts = (f"{layers} layers of {aux}, last {last}" for layers, aux, last in (form, self._form))
             raise BadSample("mismatched", name, "{}, expected {}, as most of the drawn samples have".format(*texts))
 
     def write(self, folder: Path, convention: Convention, head: TargetHead, progress: Progress | None) -> None:
-        """Write all shards. Raises: CacheError where no sample is left."""
+        """Write all shards. Raises: CacheError if no sample is left."""
         total = len(self.files.names)
         for index in range(total):
             foreign = self.read(index)
@@ -258,7 +257,7 @@ class _Import:
         return NativeSample(ids, loss, aux, scales, last, normalizers.cpu(), argmax.cpu())
 
     def _add(self, folder: Path, sample: NativeSample) -> None:
-        """Keep a sample until its shard is full; a full one is written before it."""
+        """Keep a sample until its shard is full; write a full shard first."""
         counts = row_counts(np.array([0, len(sample.loss_mask)]), sample.loss_mask)
         bits = int(self._layout.sample_bits(counts)[0])
         if self._waiting and (self._bits + bits > room_bits(self._shard_bytes) or len(self._waiting) == MAX_ROWS):
@@ -291,7 +290,7 @@ class _Import:
     ) -> None:
         """Choose the draft's vocabulary by the stored tokens, and write manifest.json and meta.json.
 
-        Raises: CacheError where nothing could be trained on.
+        Raises: CacheError E709 if a draft could learn nothing.
         """
         stored = NativeShards(folder, manifest, max_open=1)
         chosen = frequent_tokens(stored, draft_vocab_size, target.special_token_ids)
@@ -304,7 +303,7 @@ class _Import:
         write_meta(folder, {**keys, "source": {"kind": tool}, "target": dict(target.facts)})
 
     def notes(self, tool: str, convention: Convention) -> Iterator[str]:
-        """Yield what a user should know."""
+        """Yield notes for the user."""
         if convention.last_hidden != self.files.usual_last:
             yield f"the last hidden states are {convention.last_hidden}, where {tool} has {self.files.usual_last}"
         if self.was_fp8:
@@ -313,7 +312,7 @@ class _Import:
             yield "the auxiliary states were quantized to float8"
 
     def manifest(self, target: Target, head: TargetHead, convention: Convention, tool: str) -> dict[str, Any]:
-        """Return the manifest, but for the draft's vocabulary."""
+        """Return the manifest without the draft's vocabulary."""
         layout = self._layout
         return {
             "format_version": NATIVE_VERSION,
@@ -343,7 +342,7 @@ def _form_of(sample: ForeignSample) -> tuple[int, torch.dtype, torch.dtype]:
 
 
 def _refuse_zeros(name: str, sample: ForeignSample) -> None:
-    """Raise BadSample where a state that a loss needs is zeros, as exports have for states that no loss needs."""
+    """Raise BadSample if a state that a loss needs is zeros; exports have zeros only where no loss looks."""
     positions = torch.from_numpy(target_positions(sample.loss_mask.numpy()))
     aux = sample.aux[: int(positions[-1]) if len(positions) else 0].any(-1).all(-1)
     last = sample.last[positions].any(-1)
@@ -355,7 +354,7 @@ def _refuse_zeros(name: str, sample: ForeignSample) -> None:
 
 
 def _head_for(last_hidden: str, head: TargetHead) -> TargetHead:
-    """Return the head for states on one side of the final norm. Raises: ValueError where the norm is not known."""
+    """Return the head for states on one side of the final norm. Raises: ValueError for an unknown norm."""
     if last_hidden == head.last_hidden:
         return head
     if last_hidden == "pre_norm":
@@ -369,7 +368,7 @@ def _head_for(last_hidden: str, head: TargetHead) -> TargetHead:
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote."""
+    """The result of an export."""
 
     samples: int
     tokens: int
@@ -388,12 +387,12 @@ class Exported:
 def export_cache(
     cache: Path, tool: str, out: Path, *, progress: Progress | None = None, follow_links: bool = False
 ) -> Exported:
-    """Write the folder that another tool reads.
+    """Write a native cache as the folder of another tool.
 
-    tool: a key of WRITERS. out: must not exist, or be an empty folder; it is there whole or not at all.
-    progress: items and units are samples.
-    Raises: CacheError for a cache of version 1 or 2, for one that lacks what the tool needs, and for a sample that no
-        import would take.
+    tool: a key of WRITERS. out: absent or empty; the folder appears complete or not at all.
+    progress: counts samples.
+    Raises: CacheError E710 for a cache of version 1 or 2, one without the states that the tool needs, or a sample too
+        large for an import; CacheError E701 for a damaged sample.
     """
     manifest = read_manifest(cache, follow_links=follow_links)
     _refuse(cache, manifest, tool)
@@ -425,7 +424,7 @@ def export_cache(
 
 
 def _refuse(cache: Path, manifest: dict[str, Any], tool: str) -> None:
-    """Raise CacheError for a cache that cannot become such a folder."""
+    """Raise CacheError for a cache that the tool cannot take."""
     if not is_native(manifest):
         found = (
             f"is version {manifest['format_version']}: it has the target's probabilities, not its last hidden states"
@@ -442,7 +441,7 @@ def _refuse(cache: Path, manifest: dict[str, Any], tool: str) -> None:
 
 
 def _refuse_large(cache: Path, stored: NativeShards) -> None:
-    """Raise CacheError for a sample that would be larger than an import takes: it has few states, and gets them all."""
+    """Raise CacheError for a sample that is too large for an import once every token has its states."""
     states = len(stored.manifest["aux_layer_ids"]) + 1, stored.manifest["hidden_size"]
     longest = int(stored.counts[:, 0].max(initial=0))
     size = longest * row_bytes_of((DTYPES[stored.manifest["dtype"]], states))
@@ -452,7 +451,7 @@ def _refuse_large(cache: Path, stored: NativeShards) -> None:
 
 
 def _refuse_bad(cache: Path, manifest: dict[str, Any], index: int, sample: ForeignSample) -> None:
-    """Raise CacheError for states that are not finite, and for token ids that the target does not have."""
+    """Raise CacheError for states that are not finite, or token ids beyond the target's vocabulary."""
     parts, sizes = (sample.input_ids, sample.loss_mask, sample.aux, sample.last), ("hidden_size", "target_vocab_size")
     try:
         checked_sample(f"sample {index}", *parts, *(manifest[size] for size in sizes))
@@ -465,7 +464,7 @@ def _refuse_bad(cache: Path, manifest: dict[str, Any], index: int, sample: Forei
 def _whole(
     sample: NativeSample, manifest: dict[str, Any], head: TargetHead | None, *, one_dtype: bool
 ) -> ForeignSample:
-    """Return a sample with a state for every token; head: applies its norm."""
+    """Return a sample with states for every token. head: its norm is applied to the last hidden states."""
     number, length = DTYPES[manifest["dtype"]], len(sample.loss_mask)
     aux, last = sample.aux_hidden_states, sample.last_hidden_states
     if sample.aux_scales is not None:
@@ -484,7 +483,7 @@ def _whole(
 
 
 def _spread(states: Tensor, positions: Tensor, length: int) -> Tensor:
-    """Return states [length, ...] with the given ones at their positions, and zeros elsewhere."""
+    """Return states [length, ...]: the given ones at their positions, zeros elsewhere."""
     whole = states.new_zeros((length, *states.shape[1:]))
     whole[positions] = states
     return whole

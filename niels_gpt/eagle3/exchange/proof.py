@@ -1,10 +1,10 @@
-"""Which blocks another tool's states are of, and whether its last ones are before or after the final norm.
+"""Determines which blocks another tool's states come from, and on which side of the final norm its last states are.
 
-No file of another tool says it. So the target is run over some samples, and each stored layer is compared with the
-output of every block, the stored last state with both sides of the final norm. What fits is the convention; where
-nothing fits, the message names what comes nearest, one token to either side too.
+No file of another tool says this. So the target runs over some samples; each stored layer is compared with the output
+of every block, and the stored last state with both sides of the final norm. The match is the convention; without a
+match the error names the nearest candidate, also one token to either side.
 
-The distance of two states is the length of their difference by the length of the computed one. Stored states that are
+The distance of two states is the length of their difference divided by the length of the computed one. Stored states of
 zeros are left out: this project's exports have them where no loss looks.
 """
 
@@ -42,7 +42,7 @@ norm."""
 
 @dataclass(frozen=True)
 class Convention:
-    """What a tool's states are."""
+    """The meaning of a tool's states."""
 
     aux_layer_ids: tuple[int, ...]
     """The blocks, counted from 0, whose outputs the auxiliary states are."""
@@ -61,7 +61,7 @@ class Convention:
 
 
 def capture_of(model: nn.Module, num_layers: int, device: torch.device) -> Capture:
-    """Return the function that runs a target over one sample and keeps the outputs of all its blocks."""
+    """Return a function that runs a target over one sample and returns the outputs of all its blocks."""
     from niels_gpt.eagle3.target import capture
 
     def run(input_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,9 +74,9 @@ def capture_of(model: nn.Module, num_layers: int, device: torch.device) -> Captu
 
 
 def prove(folder: Path, samples: Sequence[tuple[str, ForeignSample]], capture: Capture) -> Convention:
-    """Return the convention that fits all samples, given with their names, all with a `reach`.
+    """Return the convention that fits all samples. samples: with names; each has a `reach`.
 
-    Raises: CacheError where a layer fits no block or two of them, and where one of the samples does not fit.
+    Raises: CacheError E706 if a layer fits no block or two blocks, or one of the samples does not fit.
     """
     fits = FITS_FP8 if any(sample.was_fp8 for _, sample in samples) else FITS
     found = [_distances(sample, capture) for _, sample in samples]
@@ -104,18 +104,18 @@ def prove(folder: Path, samples: Sequence[tuple[str, ForeignSample]], capture: C
 
 
 def reach(sample: ForeignSample) -> int | None:
-    """Return how many tokens of a sample the target is run over; None where a stored layer is zeros at all tokens."""
+    """Return how many tokens of a sample the target must run over; None if a stored layer is zeros at all tokens."""
     stored = [filled.nonzero()[:, 0] for filled in _filled(sample.aux, sample.last)]
     return max(PROOF_TOKENS, *(int(each[0]) + 1 for each in stored)) if all(map(len, stored)) else None
 
 
 def refuse_shifted_mask(folder: Path, samples: Sequence[ForeignSample]) -> bool:
-    """Raise CacheError where replies show that the loss mask is not of each token, but of the one after it.
+    """Check by the replies that the loss mask belongs to each token itself. Returns False if there are too few replies.
 
-    Returns False where the replies are too few to show anything.
+    The last token of a reply's header comes before every reply and is always the same; the tokens after it vary. With a
+    mask of the next token, the first token with loss is the header's.
 
-    Before a reply stands the last token of its header, the same in every chat, and then come tokens that vary. With a
-    mask of the next token, the first token with loss is that of the header.
+    Raises: CacheError E711 if the replies show a mask of the next token.
     """
     firsts: Counter[int] = Counter()
     seconds: Counter[int] = Counter()
@@ -142,7 +142,7 @@ def refuse_shifted_mask(folder: Path, samples: Sequence[ForeignSample]) -> bool:
 
 @dataclass(frozen=True)
 class _Distances:
-    """Of one sample with K layers, and a target of n blocks; of its tokens whose stored states are not zeros."""
+    """Distances for one sample with K layers and a target of n blocks, at its tokens with stored states."""
 
     layers: Tensor
     """[tokens, K, n]"""
@@ -153,7 +153,7 @@ class _Distances:
 
 
 def _filled(aux: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which tokens have all auxiliary states, and which a last one: bool [L] each."""
+    """Return which tokens have all auxiliary states, and which have a last one: bool [L] each."""
     return aux.any(-1).all(-1), last.any(-1)
 
 
@@ -176,7 +176,7 @@ def _distances(sample: ForeignSample, capture: Capture) -> _Distances:
 
 
 def _apart(stored: Tensor, computed: Tensor) -> Tensor:
-    """Return distances [L, n] of stored states [L, 1, H] from computed ones [L, n, H]."""
+    """Return the distances [L, n] of stored states [L, 1, H] from computed ones [L, n, H]."""
     length = computed.square().sum(dim=-1).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
     return (stored - computed).square().sum(dim=-1).sqrt() / length
 
@@ -190,7 +190,7 @@ def _nearest(
     found: Sequence[_Distances],
     place: int | None,
 ) -> int:
-    """Return which of the candidates fits, by the distances [tokens, candidates]. Raises: CacheError."""
+    """Return the candidate that fits, by the distances [tokens, candidates]. Raises: CacheError."""
     medians = apart.median(dim=0).values
     order = torch.argsort(medians).tolist()
     best = order[0]
@@ -206,7 +206,7 @@ def _nearest(
 
 
 def _beside(found: Sequence[_Distances], place: int | None, names: Sequence[str], fits: float) -> str:
-    """Return what fits one token before or after, as text; "" where nothing does."""
+    """Return the candidate that fits one token before or after, as text; "" for none."""
     for shift, where in ((1, "after"), (-1, "before")):
         parts = [each.beside[shift][0 if place is not None else 1] for each in found if each.beside]
         if not parts:

@@ -1,15 +1,15 @@
-"""The folders of SpecForge and speculators, read and written. No file says which blocks were captured.
+"""Reads and writes the folders of SpecForge and speculators. No file in them says which blocks were captured.
 
-SpecForge's offline features are a tree of *.ckpt or *.ckpt.gz, one a sample, in the order of their paths. Each is a
-dict of torch.save: `input_ids` [L], `loss_mask` [L], `hidden_state` [1, L, H], which is what lm_head takes, and
+SpecForge's offline features are a tree of *.ckpt or *.ckpt.gz files, one a sample, in the order of their paths. Each is
+a torch.save dict: `input_ids` [L], `loss_mask` [L], `hidden_state` [1, L, H], the input of lm_head, and
 `aux_hidden_state` [1, L, 3H]. SpecForge's trainer later shifts ids and target states by one token, but not the mask,
-whose last value it sets to 0.
+and sets the mask's last value to 0.
 
-speculators' offline data are a folder of `datasets`, and in it hidden_states/hs_{i}.safetensors, one for each row i.
-Rows have `input_ids`, `loss_mask` and `seq_len`. A file has `token_ids` [L] and `hidden_states` [L, K + 1, H], of which
-the last layer is the output of the target's last block, before its final norm. With speculators' fp8 backend the states
-are float8_e4m3fn, and `hidden_states_scales` [L, 1, 1] has a scale for each token. speculators' trainer later drops
-token 0, its target state and mask, and the last auxiliary state.
+speculators' offline data are a folder of `datasets` that contains hidden_states/hs_{i}.safetensors for each row i. Rows
+have `input_ids`, `loss_mask` and `seq_len`. A file has `token_ids` [L] and `hidden_states` [L, K + 1, H]; its last
+layer is the output of the target's last block, before the final norm. With speculators' fp8 backend the states are
+float8_e4m3fn, and `hidden_states_scales` [L, 1, 1] has a scale for each token. speculators' trainer later drops token
+0, its target state and mask, and the last auxiliary state.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SpecForgeFiles:
     usual_last = "post_norm"
 
     def __init__(self, folder: Path, hidden_size: int, vocab_size: int, *, follow_links: bool = False) -> None:
-        """Raises: CacheError where there is no such file, and for folders that are links; OSError."""
+        """Raises: CacheError E711 if there is no such file, or a subfolder is a link; OSError."""
         paths = (os.path.join(root, name) for root, names in _walked(folder, follow_links) for name in names)
         self._paths = [Path(path) for path in sorted(path for path in paths if path.endswith(_SUFFIXES))]
         if not self._paths:
@@ -78,7 +78,7 @@ class SpecForgeFiles:
 
 
 def _walked(folder: Path, follow_links: bool) -> Iterator[tuple[str, list[str]]]:
-    """Yield each folder below one, with the names of its files. Raises: CacheError; OSError."""
+    """Yield each folder of a tree with the names of its files. Raises: CacheError; OSError."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -95,7 +95,7 @@ def _walked(folder: Path, follow_links: bool) -> Iterator[tuple[str, list[str]]]
 
 
 class SpecForgeWriter:
-    """Writes a folder of SpecForge's features; names sort in the order of the samples."""
+    """Writes a folder of SpecForge's features; file names sort in the order of the samples."""
 
     last_hidden = "post_norm"
 
@@ -103,7 +103,7 @@ class SpecForgeWriter:
         self._folder, self._digits = folder, max(6, len(str(num_samples)))
 
     def write(self, index: int, sample: ForeignSample) -> int:
-        """Write a sample and return its bytes."""
+        """Write a sample; return its bytes."""
         begin = index - index % _FILES_OF_A_FOLDER
         rows = f"rows_{begin:0{self._digits}d}-{begin + _FILES_OF_A_FOLDER:0{self._digits}d}"
         path = self._folder / rows / f"data_{index:0{self._digits}d}.ckpt"
@@ -118,7 +118,7 @@ class SpecForgeWriter:
         return path.stat().st_size
 
     def finish(self) -> None:
-        """Nothing is left to write."""
+        """Do nothing: every file is complete."""
 
 
 # --- speculators ------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class SpeculatorsFiles:
     usual_last = "pre_norm"
 
     def __init__(self, folder: Path, hidden_size: int, vocab_size: int, *, follow_links: bool = False) -> None:
-        """Raises: CacheError where the folder holds no rows that `datasets` reads."""
+        """Raises: CacheError E711 if `datasets` finds no rows in the folder."""
         self._rows = _open_rows(folder, follow_links)
         self._states, self._sizes, self._follow_links = folder / STATES, (hidden_size, vocab_size), follow_links
         self.names = [f"row {index}" for index in range(len(self._rows))]
@@ -165,7 +165,7 @@ class SpeculatorsFiles:
         return f"{STATES}/hs_{index}.safetensors"
 
     def _file(self, index: int) -> dict[str, Tensor]:
-        """Return the tensors of a row's file, mapped. Raises: BadSample."""
+        """Return the mapped tensors of a row's file. Raises: BadSample."""
         name, path = self.names[index], self._states / f"hs_{index}.safetensors"
         if os.path.lexists(f"{path}.lock"):
             raise BadSample("unreadable", name, f"{self._name(index)}.lock is there: the file is still being written")
@@ -190,7 +190,7 @@ class SpeculatorsFiles:
 
 
 class SpeculatorsWriter:
-    """Writes a folder that `datasets.load_from_disk` opens, and the states of its rows."""
+    """Writes a folder for `datasets.load_from_disk`, and the states of its rows."""
 
     last_hidden = "pre_norm"
 
@@ -206,7 +206,7 @@ class SpeculatorsWriter:
         fileio.make_dir(folder / STATES)
 
     def write(self, index: int, sample: ForeignSample) -> int:
-        """Write a sample's file and keep its row, in the order of the samples; return the bytes of the file."""
+        """Write a sample's file and append its row; return the file's bytes. Samples come in order."""
         save_file, _ = load_safetensors()
         path = self._folder / STATES / f"hs_{index}.safetensors"
         states = torch.cat([sample.aux, sample.last[:, None]], dim=1)
@@ -228,7 +228,7 @@ class SpeculatorsWriter:
 
 
 def _open_rows(folder: Path, follow_links: bool) -> Any:
-    """Return the rows. Raises: CacheError."""
+    """Return the rows. Raises: CacheError E711."""
     from datasets import Value, load_from_disk
 
     expected = "a folder of datasets.save_to_disk with input_ids, loss_mask and seq_len"
@@ -255,8 +255,9 @@ def _open_rows(folder: Path, follow_links: bool) -> Any:
 
 
 def _refuse_odd_rows(folder: Path, columns: list[Any]) -> None:
-    """Raise CacheError for lists that begin or end outside of their column, which would be read all the same, for more
-    rows than there can be files, and for a row that becomes a list of too many numbers.
+    """Raise CacheError for lists that reach outside their column, too many rows, or a row with too many numbers.
+
+    pyarrow would read beyond the column; `datasets` makes a list of each row's numbers.
     """
     from pyarrow import ArrowInvalid, compute
 
@@ -273,8 +274,9 @@ def _refuse_odd_rows(folder: Path, columns: list[Any]) -> None:
 
 
 def _refuse_other_files(folder: Path, follow_links: bool) -> None:
-    """Raise CacheError for links, files that grow in memory and a state.json that names files elsewhere; ValueError for
-    another state.json.
+    """Raise CacheError for links, files that grow in memory, and a state.json that names files elsewhere.
+
+    Raises: ValueError for another state.json.
     """
     read_file(folder / "dataset_info.json", follow_links=follow_links)  # of a size that may be parsed
     if not follow_links and os.path.islink(folder / STATES):

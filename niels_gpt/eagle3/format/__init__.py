@@ -1,14 +1,13 @@
-"""The files of an EAGLE-3 cache. docs/formats.md describes every one.
+"""The files of an EAGLE-3 cache. docs/formats.md describes each of them.
 
-layout.py        a shard's tensors, dtypes and offsets; all file names; opening files that may be hostile
-manifest.py      manifest.json: its version, its checked values, the layout that it states
-native.py        the native form: which rows are stored, a sample, states in eight bits, the layout of a shard
-weights.py       what is kept of the target's weights, and its receipt (a JSON file with size and sha256, written last)
-shard_writer.py  one shard and its receipt: when it is complete, which bytes are hashed
-shards.py        all shards of a cache of any form: checked when it is opened, mapped when first read, their damage
+layout.py        decides file names, tensors, dtypes and offsets of a shard; opens files that may be hostile
+manifest.py      reads, checks and writes manifest.json; derives the layout from it
+native.py        the native form: which rows are stored, a sample, fp8 states, the layout of a shard
+weights.py       the stored weights of the target, and their receipt
+shard_writer.py  writes one shard and then its receipt, a JSON file with checksums
+shards.py        opens all shards of a cache of either form: checks, maps and compares them
 samples.py       sidecar/samples.safetensors and ids.txt: the tokenized input
-plan.py          sidecar/plan.json and batches.jsonl: all that decides the bytes, how the target is run included; where
-                 samples are cut into batches
-torch_files.py   reads files of torch.save without running anything, their sizes bounded
-meta.py          meta.json: its one writer, and the records of all files that it names, what readers compare with it
+plan.py          sidecar/plan.json and batches.jsonl: all that decides the bytes; cuts samples into shards and batches
+torch_files.py   reads torch.save files of strangers with bounded memory and without running code
+meta.py          writes meta.json; compares small files with its checksums
 """

@@ -1,6 +1,6 @@
-"""The layout of a shard: its tensors, dtypes, shapes and offsets; and opening files that may be hostile.
+"""The layout of a shard: its tensors, dtypes, shapes and offsets. Opens files that may be hostile.
 
-Decides every name in a cache folder, and the limits on sizes of files that others may have made.
+Decides every file name in a cache folder, and the size limits of files that others may have made.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ WITHOUT_HOLES = 1 << 24, 16
 
 @dataclass(frozen=True)
 class Layout:
-    """What a manifest states of a shard's tensors."""
+    """The sizes of a dense shard's tensors, as the manifest states them."""
 
     seq_length: int
     """Slots of a row, S."""
@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def fields(self) -> Fields:
-        """The tensors of a shard, in the order of the file."""
+        """The tensors of a shard, in file order."""
         slots, number = self.seq_length, DTYPES[self.dtype]
         fields: Fields = {name: (torch.int64, (slots,)) for name in INT_FIELDS}
         fields["aux_hidden_states"] = (number, (slots, self.aux_hidden_dim))
@@ -100,23 +100,23 @@ class Layout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one sample, its padding included."""
+        """Bytes of one sample, padding included."""
         return sum(row_bytes_of(field) for field in self.fields.values())
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one slot: what a token takes, padding and embeddings left out."""
+        """Bytes of one slot; the embeddings are not counted."""
         return self.row_bytes // self.seq_length
 
     def shard_bytes(self, rows: int) -> int:
-        """Return the size of a shard's file, its header included."""
+        """Return the size of a shard file of `rows` samples, header included."""
         return len(header_bytes(self.fields, rows)) + rows * self.row_bytes
 
 
 def layout_like(tensors: Mapping[str, torch.Tensor]) -> Layout:
-    """Return the layout of a shard's stacked fields, [n, S] and [n, S, width].
+    """Return the layout of a shard's stacked tensors, [n, S] and [n, S, width].
 
-    Raises: ValueError naming a field whose dtype or shape does not fit the others.
+    Raises: ValueError naming a field that does not fit the others in dtype or shape.
     """
     probs = tensors[TOPK_FIELDS[0] if TOPK_FIELDS[0] in tensors else FULL_FIELDS[0]]
     shapes = [tuple(tensors["input_ids"].shape), *(tuple(each.shape) for each in (tensors["aux_hidden_states"], probs))]
@@ -138,12 +138,12 @@ def layout_like(tensors: Mapping[str, torch.Tensor]) -> Layout:
 
 
 def is_lock(name: str) -> bool:
-    """Return whether a file of the sidecar is the lock or a lease of it, which are no part of a cache."""
+    """Return whether a sidecar file is the lock or one of its leases; they are no part of a cache."""
     return _LOCK_FILE.fullmatch(name) is not None
 
 
 def shard_path(cache_dir: PathLike, shard_index: int) -> str:
-    """Return the path of shard `shard_index` inside `cache_dir`. Raises: ValueError beyond 999,999."""
+    """Return the path of shard `shard_index` in `cache_dir`. Raises: ValueError beyond 999,999."""
     if not 0 <= shard_index <= 999_999:
         raise ValueError(f"shard {shard_index}: expected 0 to 999,999, for a shard's name has six digits")
     return os.path.join(cache_dir, f"shard-{shard_index:06d}.safetensors")
@@ -152,15 +152,15 @@ def shard_path(cache_dir: PathLike, shard_index: int) -> str:
 def header_bytes(fields: Fields, rows: int) -> bytes:
     """Return the safetensors header of a shard of `rows` rows: eight bytes for its length, then JSON.
 
-    Raises: ValueError for a dtype that no field of a cache has.
+    Raises: ValueError for a dtype that no cache field has.
     """
     return tensors_header({name: (dtype, (rows, *shape)) for name, (dtype, shape) in fields.items()})
 
 
 def tensors_header(tensors: Tensors) -> bytes:
-    """Return the safetensors header of a file of tensors that may differ in their number of rows.
+    """Return the safetensors header of tensors whose numbers of rows may differ.
 
-    Raises: ValueError for a dtype that no tensor of a cache has.
+    Raises: ValueError for a dtype that no cache tensor has.
     """
     header, end = {}, 0
     for name, (dtype, shape) in in_file_order(tensors).items():
@@ -172,10 +172,11 @@ def tensors_header(tensors: Tensors) -> bytes:
 
 
 def read_header(path: PathLike, *, follow_links: bool = False) -> tuple[Fields, int, bytes]:
-    """Return the fields of a safetensors file in its order, the number of its rows, and the bytes of its header.
+    """Return a safetensors file's fields in file order, its number of rows, and its header bytes.
 
-    follow_links: as `open_file`.
-    Raises: FileNotFoundError; CacheError unless it is a whole safetensors file of tensors that have one number of rows.
+    follow_links: see `open_file`.
+    Raises: FileNotFoundError; CacheError E701 unless the file is whole and all its tensors have the same number of
+        rows.
     """
     tensors, header = read_tensors_header(path, follow_links=follow_links)
     rows = {shape[0] if shape else -1 for _, shape in tensors.values()}
@@ -187,10 +188,10 @@ def read_header(path: PathLike, *, follow_links: bool = False) -> tuple[Fields, 
 def read_tensors_header(
     path: PathLike, *, sparse: tuple[int, int] = SPARSE, follow_links: bool = False
 ) -> tuple[Tensors, bytes]:
-    """Return the tensors of a safetensors file in its order, with whole shapes, and the bytes of its header.
+    """Return a safetensors file's tensors in file order, with whole shapes, and its header bytes.
 
-    sparse: least size and share of `refuse_sparse`. follow_links: as `open_file`.
-    Raises: FileNotFoundError; CacheError unless it is a whole safetensors file of dtypes that caches have.
+    sparse: the arguments `least` and `share` of `refuse_sparse`. follow_links: see `open_file`.
+    Raises: FileNotFoundError; CacheError E701 unless the file is whole and has only dtypes that caches have.
     """
     where = os.fspath(path)
     with open(open_file(path, follow_links=follow_links), "rb") as file:
@@ -223,10 +224,10 @@ def read_tensors_header(
 
 
 def open_file(path: PathLike, *, follow_links: bool = False) -> int:
-    """Open a regular file of a cache read-only and return its descriptor, which the caller closes.
+    """Open a regular file of a cache read-only. Returns its descriptor, which the caller closes.
 
-    follow_links: open the file that a link points to, as in a snapshot of the Hugging Face hub.
-    Raises: FileNotFoundError; CacheError for a link, a link as sidecar, a folder, a FIFO or any other non-file.
+    follow_links: open the file that a symbolic link points to, as in a snapshot of the Hugging Face hub.
+    Raises: FileNotFoundError; CacheError E205 for a link, a linked sidecar, a folder, a FIFO or any other non-file.
     """
     where = os.fspath(path)
     above = os.path.dirname(where)
@@ -259,7 +260,10 @@ def _link_refused(where: str) -> CacheError:
 
 
 def read_file(path: PathLike, max_bytes: int = MAX_JSON_BYTES, *, follow_links: bool = False) -> bytes:
-    """Return the bytes of a regular file. Raises: as `open_file`; CacheError if it is larger than `max_bytes`."""
+    """Return the bytes of a regular file.
+
+    Raises: FileNotFoundError; CacheError E205 for a link or non-file; CacheError E206 for more than `max_bytes` bytes.
+    """
     with open(open_file(path, follow_links=follow_links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
@@ -268,9 +272,9 @@ def read_file(path: PathLike, max_bytes: int = MAX_JSON_BYTES, *, follow_links: 
 
 
 def read_meta_bytes(cache_dir: PathLike, *, follow_links: bool = False) -> bytes:
-    """Return the bytes of a cache's meta.json; its size is limited by the number of files.
+    """Return the bytes of a cache's meta.json, limited by the number of files in the cache.
 
-    Raises: as `read_file`.
+    Raises: FileNotFoundError; CacheError E205 for a link or non-file; CacheError E206 for a larger file.
     """
     files, sidecar = 0, os.path.join(cache_dir, SIDECAR)
     for folder in (cache_dir, sidecar) if follow_links or not os.path.islink(sidecar) else (cache_dir,):
@@ -283,7 +287,7 @@ def read_meta_bytes(cache_dir: PathLike, *, follow_links: bool = False) -> bytes
 def refuse_sparse(
     handle: int, where: str, least: int, share: int, remedy: str = "Produce it again: precompute --resume"
 ) -> None:
-    """Raise CacheError for a file of `least` bytes or more that has less than a `share`-th of them on disk.
+    """Raise CacheError if a file of `least` bytes or more has less than 1/`share` of them on disk.
 
     Such a file is almost all holes, but reading it takes the memory and time of its stated size.
     """
@@ -295,9 +299,9 @@ def refuse_sparse(
 
 
 def refuse_links(cache_dir: PathLike) -> None:
-    """Raise CacheError where a file or folder that a run writes, replaces or removes is a link.
+    """Raise CacheError if a file or folder that a run writes, replaces or removes is a symbolic link.
 
-    The folder itself may be one: the user named it.
+    The cache folder itself may be a link: the user named it.
     """
     sidecar = os.path.join(cache_dir, SIDECAR)
     if os.path.islink(sidecar):
@@ -311,7 +315,7 @@ def refuse_links(cache_dir: PathLike) -> None:
 
 
 def in_file_order(fields: Fields) -> Fields:
-    """Return the fields in the order of the file. Raises: ValueError for a dtype that no field of a cache has."""
+    """Return the fields in file order. Raises: ValueError for a dtype that no cache field has."""
     for name, (dtype, _) in fields.items():
         if dtype not in _RANKS:
             raise ValueError(f"{name} is {dtype}, expected one of {', '.join(map(str, _RANKS))}")
@@ -319,7 +323,7 @@ def in_file_order(fields: Fields) -> Fields:
 
 
 def row_bytes_of(field: tuple[torch.dtype, tuple[int, ...]]) -> int:
-    """Return the bytes of one row of a tensor; of a whole tensor, if the shape is its whole shape."""
+    """Return the bytes of a tensor of this dtype and shape."""
     return field[0].itemsize * math.prod(field[1])
 
 

@@ -1,4 +1,4 @@
-"""manifest.json of an EAGLE-3 cache: its values checked, its version, and the layout of the shards that it states."""
+"""manifest.json of an EAGLE-3 cache: reads, checks and writes it, and derives the layout of the shards from it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ PRODUCE_AGAIN = "Produce the cache again: niels-gpt eagle3 precompute"
 
 
 def load_safetensors() -> tuple[Any, Any]:
-    """Return safetensors' `save_file` and `safe_open`. Raises: ImportError that says what to install."""
+    """Return safetensors' `save_file` and `safe_open`. Raises: ImportError if it is not installed."""
     try:
         from safetensors import safe_open
         from safetensors.torch import save_file
@@ -80,9 +80,9 @@ def load_safetensors() -> tuple[Any, Any]:
 
 
 def atomic_write(path: str, write_fn: Callable[[str], None]) -> str:
-    """Let `write_fn` write a temporary sibling of `path`, sync it and rename it to `path`, which is returned.
+    """Let `write_fn` write a temporary sibling of `path`, sync it, rename it to `path`; return `path`.
 
-    After a crash or a power loss the old file or the new one is there. The sibling has a unique name, so two writers do
+    After a crash or power loss either the old or the new file is there. The sibling's name is unique, so two writers do
     not disturb each other; it is removed on failure.
     """
     target = Path(os.path.abspath(path))
@@ -99,7 +99,7 @@ def atomic_write(path: str, write_fn: Callable[[str], None]) -> str:
 
 
 def manifest_path(cache_dir: PathLike) -> str:
-    """Return the path of the manifest inside `cache_dir`."""
+    """Return the path of the manifest in `cache_dir`."""
     return os.path.join(cache_dir, MANIFEST_NAME)
 
 
@@ -112,7 +112,7 @@ def existing_shard_indices(cache_dir: PathLike) -> set[int]:
 
 
 def check_shard_indices(cache_dir: PathLike, num_samples: int, num_shards: int) -> None:
-    """Raise CacheError unless the shards of a folder are those that its manifest declares, 0 to num_shards - 1."""
+    """Raise CacheError E702 unless the shards of a folder are exactly 0 to num_shards - 1."""
     indices = existing_shard_indices(cache_dir)
     if len(indices) == num_shards and max(indices, default=-1) < num_shards:
         return
@@ -131,24 +131,24 @@ def check_shard_indices(cache_dir: PathLike, num_samples: int, num_shards: int) 
 
 
 def is_compressed(target_probs_topk: int | None, draft_vocab_size: int) -> bool:
-    """Return whether top-k drops probabilities: k is neither None nor 0, and below the size of the draft vocabulary."""
+    """Return whether top-k drops probabilities: 0 < k < size of the draft vocabulary."""
     return target_probs_topk is not None and 0 < int(target_probs_topk) < draft_vocab_size
 
 
 def version_of(manifest: dict[str, Any]) -> int:
-    """Return the version that a manifest without one is written as: 2 where top-k compresses, else 1 (D22)."""
+    """Return the version to write for a manifest that states none: 2 if top-k drops probabilities, else 1 (D22)."""
     topk, vocab = manifest.get("target_probs_topk"), manifest.get("draft_vocab_size", 0)
     return 2 if is_compressed(topk, vocab) else FORMAT_VERSION
 
 
 def manifest_bytes(manifest: dict[str, Any]) -> bytes:
-    """Return manifest.json: sorted keys, an indent of 2. Without a `format_version`, that of `version_of`."""
+    """Return the content of manifest.json: sorted keys, an indent of 2. A missing `format_version` is added."""
     manifest = {"format_version": version_of(manifest), **manifest}
     return json.dumps(manifest, indent=2, sort_keys=True, allow_nan=False).encode()
 
 
 def write_manifest(cache_dir: PathLike, manifest: dict[str, Any]) -> str:
-    """Write the manifest atomically and return its path; see `manifest_bytes`. Raises: ValueError for NaN in it."""
+    """Write the manifest atomically; return its path. Raises: ValueError for NaN in it."""
     path = manifest_path(cache_dir)
     fileio.make_dir(cache_dir)
     write_bytes(path, manifest_bytes(manifest))
@@ -156,13 +156,13 @@ def write_manifest(cache_dir: PathLike, manifest: dict[str, Any]) -> str:
 
 
 def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[str, Any]:
-    """Return the manifest of a cache of version 1, 2 or native-1.
+    """Read and check the manifest of a cache of version 1, 2 or native-1.
 
-    In versions 1 and 2 keys that later tools added may be missing; a native manifest has all of them.
+    Versions 1 and 2 may lack keys that later tools added; a native manifest has all keys.
 
-    follow_links: as `open_file`.
-    Raises: FileNotFoundError; CacheError for another version, no JSON object, a value of a wrong type, or more shards
-        than can have names.
+    follow_links: see `open_file`.
+    Raises: FileNotFoundError; CacheError E208 for another version; CacheError E701 for a file that is no JSON object, a
+        value of a wrong type, or more shards than names.
     """
     path = manifest_path(cache_dir)
     try:
@@ -194,7 +194,7 @@ def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[st
 
 
 def is_native(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a manifest is that of a cache in the native form."""
+    """Return whether a manifest describes a native cache."""
     return manifest.get("format_version") == NATIVE_VERSION
 
 
@@ -204,7 +204,7 @@ def _refuse(path: str, key: str, value: Any, expected: str) -> CacheError:
 
 
 def _check_keys(manifest: Mapping[str, Any], path: str) -> None:
-    """Raise CacheError naming the first key whose value is not as `_KEYS` says."""
+    """Raise CacheError naming the first key that breaks the rules of `_KEYS`."""
     native = is_native(manifest)
     for name, (kind, dense, own) in _KEYS.items():
         some, (outer, _, key) = own if native and own is not None else dense, name.partition(".")
@@ -223,9 +223,9 @@ def _check_keys(manifest: Mapping[str, Any], path: str) -> None:
 
 
 def is_good(kind: str, some: tuple[Any, ...], value: Any) -> bool:
-    """Return whether a value is of a type and within its limits.
+    """Return whether a value has a type and lies within its limits.
 
-    kind: as in `_KEYS`, or "an object". some: the least and the most, or the texts that it may be; () any.
+    kind: as in `_KEYS`, or "an object". some: minimum and maximum, or the allowed texts; () for any.
     """
     if value is None:
         return kind.endswith("null")
@@ -240,7 +240,7 @@ def is_good(kind: str, some: tuple[Any, ...], value: Any) -> bool:
 
 
 def _check_native(manifest: Mapping[str, Any], path: str) -> None:
-    """Raise CacheError, naming the key, where the values of a native manifest do not fit each other."""
+    """Raise CacheError naming the first value of a native manifest that contradicts another."""
     for key, below in {"aux_layer_ids": 2**31, "selected_token_ids": manifest["target_vocab_size"]}.items():
         ids = manifest[key] or []
         if not ids or max(ids) >= below or len({*ids}) != len(ids):
@@ -256,7 +256,7 @@ def _check_native(manifest: Mapping[str, Any], path: str) -> None:
 
 
 def _no_manifest(path: str) -> FileNotFoundError:
-    """Return the error for a cache without its manifest; a folder without anything of a cache is a wrong argument."""
+    """Return the error for a missing manifest. A folder without any cache file is reported as a wrong argument."""
     folder = os.path.dirname(path) or "."
     parts = existing_shard_indices(folder) or any(os.path.lexists(os.path.join(folder, name)) for name in _OF_A_CACHE)
     code, more = "E702", ""
@@ -269,7 +269,7 @@ def _no_manifest(path: str) -> FileNotFoundError:
 
 
 def number_in(manifest: Mapping[str, Any], key: str, where: PathLike, least: int = 0) -> int:
-    """Return an integer of a manifest. Raises: CacheError if it is missing, no integer, or below `least`."""
+    """Return an integer of a manifest. Raises: CacheError E701 if it is missing, not an integer, or below `least`."""
     value = manifest.get(key)
     if type(value) is not int or not least <= value < 2**63:
         raise _refuse(manifest_path(where), key, value, f"an integer of {least} or more")
@@ -277,10 +277,9 @@ def number_in(manifest: Mapping[str, Any], key: str, where: PathLike, least: int
 
 
 def recipe_of(cache_dir: PathLike, manifest: Mapping[str, Any]) -> str:
-    """Return what opens a cache of version 2 in NeMo Automodel's trainer: the lines of its recipe, on one line of YAML.
+    """Return the recipe lines that open a version 2 cache in NeMo Automodel's trainer, as YAML on one line.
 
-    The trainer compares these options with the manifest, which an old or converted one need not have, and reads the
-    masks as they are stored.
+    The trainer compares these options with the manifest, which may lack them in an old or converted cache.
     """
     options = {name: bool(manifest.get(name, False)) for name in ("mask_reasoning_content", "mask_generation_prompt")}
     named = [f"{name}: {str(value).lower()}" for name, value in options.items()]
@@ -288,7 +287,7 @@ def recipe_of(cache_dir: PathLike, manifest: Mapping[str, Any]) -> str:
 
 
 def layout_of(manifest: dict[str, Any], where: PathLike) -> Layout:
-    """Return the layout of the shards of a manifest that has all its keys. Raises: CacheError naming the key."""
+    """Return the layout of a dense cache's shards. Raises: CacheError E701 naming a key that is missing or wrong."""
     dtype = manifest.get("dtype")
     if dtype not in DTYPES:
         raise CacheError(

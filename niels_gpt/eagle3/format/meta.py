@@ -1,7 +1,7 @@
-"""meta.json of an EAGLE-3 cache: its one writer, the records of all files that it names, and what readers do with it.
+"""meta.json of an EAGLE-3 cache: writes it, records all files in it, and compares files with it.
 
-A reader holds a version, names it, and compares manifest.json, plan.json and receipts with their sha256 in meta.json,
-once a process. Caches of other tools have no meta.json.
+A reader compares manifest.json, plan.json and receipts with their sha256 in meta.json, once a process. Caches of other
+tools have no meta.json.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ def write_meta(
     check: Callable[[], object] | None = None,
     follow_links: bool = False,
 ) -> dict[str, Any]:
-    """Write meta.json of a folder that has all other files, and return its content.
+    """Write meta.json of a folder that has all other files; return its content.
 
-    check: called when all files were read; what it raises prevents the writing. The rest, and what it raises: as
-    `meta_of`.
+    check: called after all files were read; an error of it prevents the write.
+    keys, known, follow_links: see `meta_of`.
+    Raises: CacheError if a file is missing or not regular; the errors of `check`.
     """
     meta = meta_of(folder, keys, known=known, follow_links=follow_links)
     if check is not None:
@@ -65,11 +66,11 @@ def write_meta(
 def meta_of(
     folder: Path, keys: Mapping[str, Any], *, known: Iterable[Mapping[str, Any]] = (), follow_links: bool = False
 ) -> dict[str, Any]:
-    """Return the content of meta.json of a folder that has all other files.
+    """Return the content of meta.json for a folder that has all other files.
 
-    keys: all keys but the ones that follow from the files. Where only the manifest has changed: the keys of the old
-    meta.json. known: records of files that have not changed, which are not read. follow_links: as `open_file`.
-    Raises: CacheError where a file is missing or no regular file.
+    keys: all keys that do not follow from the files; the old meta.json if only the manifest changed.
+    known: records of unchanged files, which are not read again. follow_links: see `open_file`.
+    Raises: CacheError if a file is missing or not regular.
     """
     manifest = read_manifest(folder, follow_links=follow_links)
     files = records_of(folder, known, follow_links=follow_links)
@@ -94,11 +95,12 @@ def meta_of(
 def records_of(
     folder: Path, known: Iterable[Mapping[str, Any]] = (), *, follow_links: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the record (name, bytes, sha256) of every file of a cache but meta.json and locks.
+    """Return the record (name, bytes, sha256) of every file of a cache except meta.json and locks.
 
-    In this order: the manifest, the target's weights, the sidecar by name, the shards by number. Several files are read
-    at once. known: records that are taken as they are where the file has that size.
-    Raises: CacheError where a file is missing or no regular file.
+    Order: the manifest, the target's weights, the sidecar by name, the shards by number. Files are hashed in parallel.
+
+    known: records to take over for files of the recorded size.
+    Raises: CacheError if a file is missing or not regular.
     """
     weights = WEIGHTS_NAME if is_native(read_manifest(folder, follow_links=follow_links)) else EMBEDDINGS_NAME
     sidecar = sorted(entry.name for entry in (folder / SIDECAR).iterdir() if not is_lock(entry.name))
@@ -118,16 +120,18 @@ def records_of(
 
 
 def content_sha256(records: Iterable[Mapping[str, Any]]) -> str:
-    """Return the sha256 of the digests of manifest, weights and receipts by name: all other files follow."""
+    """Return the sha256 over the digests of manifest, weights and receipts, which decide all other files."""
     digests = {str(record["name"]): record["sha256"] for record in records}
     deciding = {name: digest for name, digest in digests.items() if _DECIDES.fullmatch(name)}
     return hashlib.sha256(canonical_json(deciding)).hexdigest()
 
 
 def unchanged_shards(folder: Path, meta: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the records of shards in an earlier meta.json, None for none, whose receipts are those that it names.
+    """Return the shard records of an earlier meta.json whose receipts still have the recorded sha256.
 
-    A receipt decides the bytes of its shard, so such a shard is not read again.
+    A receipt decides the bytes of its shard, so such a shard is not hashed again.
+
+    meta: None gives no records.
     """
     try:
         records = {str(record["name"]): record for record in file_records(meta or {})}
@@ -143,7 +147,7 @@ def unchanged_shards(folder: Path, meta: Mapping[str, Any] | None) -> list[dict[
 
 
 def lists_shards(meta: Mapping[str, Any]) -> bool:
-    """Return whether a meta.json names every shard; earlier builds named the other files alone."""
+    """Return whether a meta.json lists every shard; earlier builds listed the other files only."""
     try:
         named = sum(SHARD_NAME.match(record["name"]) is not None for record in file_records(meta))
         return bool(named == meta["totals"]["shards"])
@@ -152,7 +156,7 @@ def lists_shards(meta: Mapping[str, Any]) -> bool:
 
 
 def file_sha256(path: Path, *, follow_links: bool = False) -> str:
-    """Return the sha256 of a file of a cache. Raises: CacheError where it is missing, or is no regular file."""
+    """Return the sha256 of a cache file. Raises: CacheError if it is missing or not a regular file."""
     try:
         with open(open_file(path, follow_links=follow_links), "rb") as file:
             refuse_sparse(file.fileno(), str(path), *SPARSE)
@@ -162,7 +166,10 @@ def file_sha256(path: Path, *, follow_links: bool = False) -> str:
 
 
 def eagle3_meta(folder: Path, follow_links: bool) -> dict[str, Any] | None:
-    """Return the meta.json of a cache of this project; None where there is none, or another tool's."""
+    """Return the meta.json of this project's cache; None if there is none or another tool's.
+
+    Raises: CacheError E704 for a damaged one.
+    """
     path = folder / META_NAME
     if not os.path.lexists(path):
         return None
@@ -184,13 +191,13 @@ compared: set[tuple[int, ...]] = set()
 
 
 def version_of(cache_dir: PathLike) -> str:
-    """Return the folder of the version that a cache's public name points to now; of another folder its path."""
+    """Return the version folder that a cache's public link points to now; any other path unchanged."""
     path = Path(cache_dir)
     return os.fspath(resolved(path) if path.is_symlink() else cache_dir)
 
 
 def fingerprint(cache_dir: PathLike, num_samples: int, *, follow_links: bool) -> dict[str, Any]:
-    """Return the identity of a cache for a checkpoint: samples, manifest_sha256, content_sha256, tokenizer_sha256.
+    """Return a cache's identity for a checkpoint: samples, manifest_sha256, content_sha256, tokenizer_sha256.
 
     The last two are None without a meta.json of this project. Raises: CacheError for a damaged one.
     """
@@ -211,10 +218,10 @@ def compare_once(
     remedy: str = "Remove the file and run the same precompute command with --resume, or produce the cache again",
     code: str = "E701",
 ) -> None:
-    """Compare a small file of a cache with the sha256 in its meta.json, once a process; nothing where none is there.
+    """Compare a small cache file with its sha256 in meta.json, once a process. Does nothing if either is missing.
 
-    A file that cannot be looked at is not compared: its reader says why. remedy, code: of the error.
-    Raises: CacheError for another sha256; as `open_file` for a link.
+    A file that cannot be opened is left to its reader's error. remedy, code: for the error.
+    Raises: CacheError for another sha256; CacheError E205 for a link.
     """
     path = Path(cache_dir, name)
     try:
@@ -230,7 +237,7 @@ def compare_once(
 
 
 def _digests_in(cache_dir: PathLike, follow_links: bool) -> dict[str, str]:
-    """Return the sha256 of each file by its name; {} where no meta.json of this project can be read."""
+    """Return sha256 by file name; {} without a readable meta.json of this project."""
     with suppress(ValueError, OSError):
         return _read_digests(os.fspath(cache_dir), follow_links, key_of(os.stat(Path(cache_dir, META_NAME))))
     return {}
@@ -238,11 +245,11 @@ def _digests_in(cache_dir: PathLike, follow_links: bool) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=4)
 def _read_digests(cache_dir: str, follow_links: bool, _key: tuple[int, ...]) -> dict[str, str]:
-    """_key: of meta.json, which may be replaced."""
+    """Return sha256 by file name. _key: identifies the meta.json, which may be replaced."""
     meta = parse_object(read_meta_bytes(Path(cache_dir), follow_links=follow_links))
     return {str(record["name"]): str(record["sha256"]) for record in file_records(meta)}
 
 
 def key_of(about: os.stat_result) -> tuple[int, ...]:
-    """Return what tells whether a file is still the same."""
+    """Return a key that changes when the file does: device, inode, size and modification time."""
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns

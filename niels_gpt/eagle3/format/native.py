@@ -1,13 +1,13 @@
-"""The native form: which rows of a sample are stored, a sample, states in eight bits, and the layout of a shard.
+"""The native form: which rows are stored, a sample, hidden states in eight bits, and the layout of a shard.
 
-A target row is what the target says at a position: last hidden state, log-normalizer, argmax. It is stored for each
-position t >= 1 with m[t] = 1 of the raw loss mask m, where a draft is trained whose mask is shifted with the ids, or
-m[t - 1] = 1, for tools that do not shift the mask. Auxiliary states are stored for the positions before the last target
-row: a draft is causal, so nothing after them reaches a loss.
+A target row is the target's output at a position: last hidden state, log-normalizer, argmax. It is stored at each
+position t >= 1 where the raw loss mask m has m[t] = 1, for trainers that shift the mask with the ids, or m[t - 1] = 1,
+for trainers that do not. Auxiliary states are stored at the positions before the last target row: a draft is causal, so
+later ones reach no loss.
 
-As fp8 these are float8_e4m3fn, with one float32 scale for each token and layer. A value is the stored number times its
-scale, which maps the row's largest magnitude to 448, the largest number of float8_e4m3fn. So a value is off by at most
-1/16 of itself, or, far below the row's largest, by 2**-18 of the largest.
+fp8 states are float8_e4m3fn with one float32 scale for each token and layer; a state is the stored number times its
+scale. The scale maps the row's largest magnitude to 448, the largest float8_e4m3fn. The error is at most 1/16 of the
+value, or, far below the row's largest, 2**-18 of the largest.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _CHUNK = 1 << 18  # values, of which the float32 take 1 MiB
 
 
 def target_positions(loss_mask: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the positions of a sample's target rows, rising: int64 [R].
+    """Return the positions of a sample's target rows, ascending: int64 [R].
 
-    loss_mask: [L], raw; 0 or False where no loss is.
+    loss_mask: [L], raw; 0 or False without loss.
     """
     length = len(loss_mask)
     return np.flatnonzero(has_target_row(np.array([0, length] if length else [0]), loss_mask))
 
 
 def row_counts(starts: NDArray[np.int64], loss_mask: NDArray[Any]) -> NDArray[np.int64]:
-    """Return what is stored of each sample: int64 [n, 3], tokens, auxiliary rows, target rows.
+    """Count the stored rows of each sample: int64 [n, 3], tokens, auxiliary rows, target rows.
 
-    starts: int64 [n + 1], from 0 to T: where each sample begins; each has a token or more. loss_mask: [T], raw.
+    starts: int64 [n + 1], from 0 to T: first token of each sample; no sample is empty. loss_mask: [T], raw.
     """
     begins, ends = starts[:-1], starts[1:]
     positions = np.flatnonzero(has_target_row(starts, loss_mask))
@@ -69,7 +69,7 @@ def row_counts(starts: NDArray[np.int64], loss_mask: NDArray[Any]) -> NDArray[np
 
 
 def has_target_row(starts: NDArray[np.int64], loss_mask: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which tokens of samples end to end have a target row: bool [T]. starts, loss_mask: as `row_counts`."""
+    """Return which tokens of concatenated samples have a target row: bool [T]. starts, loss_mask: see `row_counts`."""
     loss: NDArray[np.bool_] = np.asarray(loss_mask) != 0
     stored = loss.copy()
     stored[1:] |= loss[:-1]
@@ -79,7 +79,7 @@ def has_target_row(starts: NDArray[np.int64], loss_mask: NDArray[Any]) -> NDArra
 
 @dataclass(frozen=True, eq=False)
 class NativeSample:
-    """L tokens, the auxiliary states of the first A positions, and R target rows, at the positions `positions`."""
+    """L tokens, the auxiliary states of the first A positions, and R target rows at `positions`."""
 
     input_ids: NDArray[np.uint32]
     """[L]"""
@@ -99,7 +99,7 @@ class NativeSample:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """The positions of the target rows, rising: int64 [R]."""
+        """Positions of the target rows, ascending: int64 [R]."""
         return target_positions(self.loss_mask)
 
 
@@ -109,20 +109,22 @@ class NativeSample:
 def quantized(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states as float8_e4m3fn [..., H], and their scales, float32 [...].
 
-    states: [..., H] of any float dtype, on any device. A row of zeros has the scale 0.
-    Raises: ValueError for values that are not finite.
+    states: [..., H] of any float dtype and device. A row of zeros has the scale 0.
+    Raises: ValueError for NaN or infinity.
     """
     values = states.float()
     scales = values.abs().amax(dim=-1) / _LARGEST
     if not bool(torch.isfinite(scales).all()):
         raise ValueError("hidden states with values that are not finite: expected finite ones, to be stored as fp8")
+    # One scale a row, not one a tensor: a few channels of hidden states are hundreds of times as large as the others,
+    # and differ from token to token. Rows of zeros are divided by 1.
     divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
     scaled = (values / divisors.unsqueeze(-1)).clamp_(-_LARGEST, _LARGEST)  # casts of earlier torch give NaN above
     return scaled.to(torch.float8_e4m3fn), scales
 
 
 def dequantized(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Return the states [..., H] of a dtype: the product in float32, rounded once.
+    """Return the states [..., H] in a dtype: the float32 product, rounded once.
 
     values: float8_e4m3fn [..., H], on any device. scales: float32 [...].
     """
@@ -132,7 +134,7 @@ def dequantized(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype =
 
 
 def dequantize_into(out: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-    """Fill `out`, [N, H] of any float dtype, with the states of `dequantized`, in parts that stay in the CPU's cache.
+    """Write dequantized states into `out`, [N, H] of any float dtype, in chunks that fit the CPU's cache.
 
     values: float8_e4m3fn [..., H] of N rows, contiguous. scales: float32 [...].
     """
@@ -140,7 +142,7 @@ def dequantize_into(out: torch.Tensor, values: torch.Tensor, scales: torch.Tenso
     chunk = max(1, _CHUNK // max(1, rows.shape[1]))
     for begin in range(0, len(rows), chunk):
         some = rows[begin : begin + chunk]
-        if some.is_cpu and not _has_nan(some):
+        if some.is_cpu and not _has_nan(some):  # the shift would make a number of NaN
             product = _as_half(some).float().mul_(factors[begin : begin + chunk] * 256)
         else:
             product = some.float().mul_(factors[begin : begin + chunk])
@@ -148,10 +150,10 @@ def dequantize_into(out: torch.Tensor, values: torch.Tensor, scales: torch.Tenso
 
 
 def _as_half(values: torch.Tensor) -> torch.Tensor:
-    """Return the values divided by 256, which is exact, as float16; eight times as fast as torch's own cast on a CPU.
+    """Return float8_e4m3fn values divided by 256, exactly, as float16; on a CPU eight times as fast as torch's cast.
 
-    Both have a sign, an exponent and a fraction in this order, so that a shift puts them in place; the exponents' zeros
-    are 8 apart, and the sign stays in the highest bit.
+    Both formats have sign, exponent and fraction in this order, so a shift by 7 moves them into place. The exponent
+    biases differ by 8, hence the factor 256; masking bit 14 keeps the sign in bit 15 only.
     """
     bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
     return bits.bitwise_and_(~0x4000).view(torch.float16)
@@ -165,13 +167,13 @@ def _has_nan(values: torch.Tensor) -> bool:
 
 
 def room_bits(limit: int) -> int:
-    """Return how many bits of samples a file of `limit` bytes has room for; the rest is kept for its header."""
+    """Return how many bits of samples fit into a file of `limit` bytes; the rest is kept for the header."""
     return 8 * (limit - _HEADER_ROOM)
 
 
 @dataclass(frozen=True)
 class NativeLayout:
-    """What a native manifest states of a shard's tensors."""
+    """The sizes of a native shard's tensors, as the manifest states them."""
 
     hidden_size: int
     """H."""
@@ -184,12 +186,12 @@ class NativeLayout:
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> NativeLayout:
-        """Return the layout of a native manifest, which `read_manifest` has checked, or a plan has."""
+        """Return the layout of a native manifest, from `read_manifest` or from a plan."""
         layers = len(manifest["aux_layer_ids"])
         return cls(manifest["hidden_size"], layers, manifest["dtype"], manifest["aux_dtype"])
 
     def tensors(self, samples: int, tokens: int, aux_rows: int, target_rows: int) -> Tensors:
-        """Return the tensors of a shard, with whole shapes, in the order of the file."""
+        """Return the tensors of a shard with these numbers of rows: whole shapes, in file order."""
         tensors: Tensors = {name: (torch.int64, (samples + 1,)) for name in STARTS}
         tensors["input_ids"] = (torch.uint32, (tokens,))
         tensors["loss_bits"] = (torch.uint8, (-(-tokens // 8),))
@@ -202,11 +204,11 @@ class NativeLayout:
         return in_file_order(tensors)
 
     def fields(self, counts: Counts) -> Tensors:
-        """Return the tensors of a shard of these samples, with whole shapes, in the order of the file."""
+        """Return the tensors of a shard of these samples: whole shapes, in file order."""
         return self.tensors(len(counts), *map(int, counts.sum(0)))
 
     def shard_bytes(self, counts: Counts) -> int:
-        """Return the size of the file of a shard of these samples."""
+        """Return the file size of a shard of these samples."""
         tensors = self.fields(counts)
         return len(tensors_header(tensors)) + sum(map(row_bytes_of, tensors.values()))
 
@@ -215,10 +217,10 @@ class NativeLayout:
         return -(-self.sample_bits(counts) // 8)
 
     def cut(self, counts: Counts, limit: int = DEFAULT_SHARD_BYTES) -> list[int]:
-        """Return the first sample of each shard, and n at the end.
+        """Cut samples into shards: return the first sample of each shard, and n at the end.
 
-        A shard ends before the sample that would take its file over `limit` bytes, of which 2,048 are kept for the
-        header, and after MAX_ROWS samples; it has one sample at least.
+        A shard ends before the sample that would take its file over `limit` bytes, 2,048 of them kept for the header,
+        and after MAX_ROWS samples; it has at least one sample.
         """
         ends = np.cumsum(self.sample_bits(counts))
         room, first, cuts = room_bits(limit), 0, [0]
@@ -230,7 +232,7 @@ class NativeLayout:
         return cuts
 
     def token_bytes(self, counts: Counts) -> dict[str, float]:
-        """Return the bytes that each tensor takes by token, over all these samples; headers left out."""
+        """Return the mean bytes of each tensor by token, over these samples; headers are not counted."""
         tokens = int(counts[:, 0].sum()) or 1
         return {name: row_bytes_of(tensor) / tokens for name, tensor in self.fields(counts).items()}
 
@@ -255,16 +257,16 @@ _AGAIN = "Remove the shard and produce it again: precompute --resume"
 
 @dataclass(frozen=True, eq=False)
 class MappedShard:
-    """A mapped shard: its tensors as views of the map, by name, and its starts, int64 [n + 1, 3]."""
+    """A mapped shard: its tensors by name, as views of the map, and its starts, int64 [n + 1, 3]."""
 
     tensors: dict[str, torch.Tensor]
     starts: NDArray[np.int64]
 
     @classmethod
     def of(cls, path: str, layout: NativeLayout, *, follow_links: bool = False) -> tuple[MappedShard, bytes]:
-        """Map a shard whose header is exactly one of this layout, and return that; its starts are not yet checked.
+        """Map a shard; return it and its header bytes. The starts are not checked yet: see `check`.
 
-        Raises: FileNotFoundError; CacheError.
+        Raises: FileNotFoundError; CacheError E701 unless the header is exactly the layout's.
         """
         tensors, header = read_tensors_header(path, sparse=WITHOUT_HOLES, follow_links=follow_links)
         expected = layout.tensors(*_sizes_of(path, tensors))
@@ -284,13 +286,13 @@ class MappedShard:
         return len(self.starts) - 1
 
     def loss_mask(self, begin: int, end: int) -> NDArray[np.bool_]:
-        """Return the raw loss mask of some tokens of the shard: bool [end - begin]."""
+        """Return the raw loss mask of the shard's tokens begin to end: bool [end - begin]."""
         first = begin // 8
         raw = self.tensors["loss_bits"][first : -(-end // 8)].numpy()
         return np.unpackbits(raw, bitorder="little")[begin - 8 * first : end - 8 * first].view(np.bool_)
 
     def sample(self, row: int) -> NativeSample:
-        """Return a sample, whose tensors are views of the map, but for loss_mask and argmax_ids."""
+        """Return a sample. Its tensors are views of the map; loss_mask and argmax_ids are copies."""
         (token, aux, target), (token_end, aux_end, target_end) = self.starts[row : row + 2].tolist()
         tensors, scales = self.tensors, self.tensors.get("aux_scales")
         return NativeSample(
@@ -305,17 +307,17 @@ class MappedShard:
 
     @property
     def has_odd_bits(self) -> bool:
-        """Whether loss bits are set behind the last token."""
+        """Whether loss bits are set after the last token."""
         tokens = len(self.tensors["input_ids"])
         return bool(self.loss_mask(tokens, -(-tokens // 8) * 8).any())
 
     @property
     def counts(self) -> Counts:
-        """Tokens, auxiliary rows and target rows of each sample, by the starts: int64 [n, 3]."""
+        """Tokens, auxiliary rows and target rows of each sample, from the starts: int64 [n, 3]."""
         return np.diff(self.starts, axis=0)
 
     def check(self, path: str, seq_length: int) -> None:
-        """Raise CacheError naming the first sample whose starts do not fit tensors, seq_length and loss bits."""
+        """Raise CacheError naming the first sample whose starts contradict tensors, seq_length or loss bits."""
         starts, counts = self.starts, self.counts
         ends = [len(self.tensors[name]) for name in ENDS]
         if starts[0].any() or starts[-1].tolist() != ends or bool((starts[1:] < starts[:-1]).any()):
@@ -337,7 +339,7 @@ class MappedShard:
 
 
 def _sizes_of(path: str, tensors: Tensors) -> tuple[int, int, int, int]:
-    """Return the samples, tokens, auxiliary rows and target rows that a header states."""
+    """Return the numbers of samples, tokens, auxiliary rows and target rows that a header states."""
     named = (STARTS[0], *ENDS)
     missing = [name for name in named if not tensors.get(name, (None, ()))[1]]
     if missing:

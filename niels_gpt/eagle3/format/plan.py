@@ -1,8 +1,9 @@
 """The plan of an EAGLE-3 cache: everything that decides its bytes, fixed before the target's first forward pass.
 
-sidecar/plan.json holds it, sidecar/batches.jsonl the batches. Decides where samples are cut into shards and batches
-(`plan_batches`), and which values of plan.json are valid. A run may continue a cache only with an equal plan; the
-number of processes is no part of it. Nor is, in the native form, what `FREE` names: it decides no byte of a shard.
+sidecar/plan.json holds the plan, sidecar/batches.jsonl the batches. This module cuts samples into shards and batches
+(`plan_batches`), and decides which values of plan.json are valid. A run continues a cache only if the plans are equal.
+The number of processes is not in the plan; nor are the keys `FREE` of a native manifest, which decide no byte of a
+shard.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ class Run:
 
     @classmethod
     def here(cls, device: str | None, *, attention: str, threads: int) -> Run:
-        """Return how a target runs on this machine. device: cpu or cuda; None: cuda where there is one.
+        """Return how a target runs on this machine. device: cpu or cuda; None: cuda if available.
 
-        Raises: ValueError where cuda is asked for and cannot be used.
+        Raises: ValueError if cuda is asked for but not usable.
         """
         cuda = torch.cuda.is_available()
         if device == "cuda" and not cuda:
@@ -93,7 +94,7 @@ class Run:
 
 @dataclass(frozen=True)
 class TargetPlan:
-    """All that decides the bytes of a cache."""
+    """Everything that decides the bytes of a target cache."""
 
     manifest: dict[str, Any]
     """The content of manifest.json, format_version and selected_token_ids included; a native one has `head` and
@@ -124,27 +125,27 @@ class TargetPlan:
 
     @property
     def is_native(self) -> bool:
-        """Whether the cache is in the native form."""
+        """Whether the cache is native."""
         return is_native(self.manifest)
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of the shards of version 1 or 2."""
+        """Layout of a dense cache's shards."""
         return layout_of(self.manifest, "the plan")
 
     @cached_property
     def native_layout(self) -> NativeLayout:
-        """The layout of the shards of the native form, whose manifest may not be complete yet."""
+        """Layout of a native cache's shards; known before the manifest is complete."""
         return NativeLayout.of(self.manifest)
 
     @property
     def num_shards(self) -> int:
-        """The number of shards; the last one may be short."""
+        """Number of shards; the last one may be short."""
         return len(self.batches)
 
     @cached_property
     def firsts(self) -> list[int]:
-        """The first sample of each shard, and the number of samples at the end."""
+        """First sample of each shard, and the number of samples at the end."""
         rows = [sum(len(rows) for _, rows in shard) for shard in self.batches]
         return [0, *np.cumsum(rows, dtype=np.int64).tolist()]
 
@@ -153,7 +154,7 @@ class TargetPlan:
         return self.firsts[shard]
 
     def rows_of(self, shard: int) -> int:
-        """Return the number of samples of a shard."""
+        """Return the number of samples in a shard."""
         return self.firsts[shard + 1] - self.firsts[shard]
 
     def bytes_of(self, shard: int) -> int:
@@ -164,16 +165,16 @@ class TargetPlan:
 
     @property
     def token_bytes(self) -> dict[str, float]:
-        """Bytes of each tensor by token: of the samples' tokens in the native form, else of a slot, padding or not."""
+        """Bytes of each tensor by token (native: mean over the samples' tokens) or by slot (dense)."""
         if self.is_native:
             return self.native_layout.token_bytes(self.counts)
         layout = self.layout
         return {name: row_bytes_of(each) / layout.seq_length for name, each in layout.fields.items()}
 
     def with_head(self, head: Mapping[str, Any], last_hidden: str) -> TargetPlan:
-        """Return a native plan whose manifest is complete.
+        """Return a native plan with a complete manifest.
 
-        head: `TargetHead.facts`. last_hidden: pre_norm or post_norm.
+        head: from `TargetHead.facts`. last_hidden: pre_norm or post_norm.
         """
         conventions = {"layer_index": "block_output_0based", "last_hidden": last_hidden}
         conventions |= {"shift": "none", "loss_mask": "raw"}
@@ -181,7 +182,7 @@ class TargetPlan:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """The content of plan.json: long lists are replaced by their sha256."""
+        """Content of plan.json; long lists are replaced by their sha256."""
         free = FREE if self.is_native else ("selected_token_ids",)
         manifest = {name: value for name, value in self.manifest.items() if name not in free}
         if not self.is_native:
@@ -208,15 +209,15 @@ class TargetPlan:
 
     @cached_property
     def sha256(self) -> str:
-        """Of plan.json."""
+        """sha256 of plan.json."""
         return hashlib.sha256(canonical_json(self.record)).hexdigest()
 
     def batches_bytes(self) -> bytes:
-        """Return the content of batches.jsonl: a line for each shard."""
+        """Return the content of batches.jsonl: one line for each shard."""
         return b"".join(json.dumps(shard, separators=(",", ":")).encode() + b"\n" for shard in self.batches)
 
     def sidecar_files(self) -> dict[str, bytes]:
-        """Return the content of the plan's own two files by name."""
+        """Return the content of plan.json and batches.jsonl by name."""
         return {PLAN_NAME: canonical_json(self.record), BATCHES_NAME: self.batches_bytes()}
 
 
@@ -235,8 +236,8 @@ def make_plan(
 ) -> TargetPlan:
     """Return the plan of a cache of these samples, with its batches.
 
-    manifest: without num_samples, and a native one without num_shards, `head` and `conventions`.
-    Raises: ValueError where a sample is longer than seq_length.
+    manifest: without num_samples; a native one also without num_shards, `head` and `conventions`.
+    Raises: ValueError for a sample longer than seq_length.
     """
     length, lengths, counts = int(manifest["seq_length"]), samples.lengths.tolist(), _counts_of(manifest, samples)
     cuts = _cuts(manifest, len(samples), counts)
@@ -277,7 +278,7 @@ def _cuts(manifest: Mapping[str, Any], samples: int, counts: NDArray[np.int64]) 
 
 
 def shards_of_part(num_shards: int, part: tuple[int, int] | None) -> list[int]:
-    """Return the shards that one of several runs makes. part: (i, N), i from 1 to N; None: all of them."""
+    """Return the shards of a partition. part: (i, N), i from 1 to N; None: all shards."""
     number, parts = part or (1, 1)
     return list(range(number - 1, num_shards, parts))
 
@@ -287,11 +288,15 @@ def _counted(numbers: Mapping[str, int]) -> dict[str, int]:
 
 
 def plan_batches(lengths: Sequence[int], batch_size: int, max_batch_tokens: int, *, seq_length: int) -> list[Batch]:
-    """Return the batches of a shard whose rows have these lengths: each row in one of them, the longest rows first.
+    """Cut a shard whose rows have these lengths into batches: each row in one batch, the longest rows first.
 
-    A batch is as wide as its longest row, rounded up to a multiple of 8 and to seq_length at most; it has at most
-    `batch_size` rows and at most `max_batch_tokens` tokens, padding included, unless it is a single row.
-    Raises: ValueError where a row is longer than seq_length.
+        >>> plan_batches([5, 20, 9], batch_size=2, max_batch_tokens=64, seq_length=32)
+        [(24, [1, 2]), (8, [0])]
+
+    A batch is as wide as its longest row, rounded up to a multiple of 8 and at most seq_length. It has at most
+    `batch_size` rows and `max_batch_tokens` tokens, padding included; a single row may have more.
+
+    Raises: ValueError for a row longer than seq_length.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     if order and lengths[order[0]] > seq_length:
@@ -311,9 +316,9 @@ def plan_batches(lengths: Sequence[int], batch_size: int, max_batch_tokens: int,
 
 
 def open_plan(cache_dir: PathLike, *, follow_links: bool = False) -> TargetPlan:
-    """Return the plan of a cache in its folder, finished or not. A converted cache keeps its plan.
+    """Read the plan of a cache in its folder, finished or not. A converted cache keeps its plan.
 
-    Raises: FileNotFoundError where a file of it is missing; CacheError where they do not fit together.
+    Raises: FileNotFoundError if one of its files is missing; CacheError E701 if they do not fit together.
     """
     record = read_record(cache_dir, follow_links=follow_links)
     if record is None:
@@ -363,7 +368,7 @@ def _read_batches(
 
 
 def _batches_of(line: bytes, rows: int, slots: int) -> list[Batch]:
-    """Return the batches of a shard of `rows` rows. Raises: ValueError as `_read_batches`."""
+    """Return the batches of a shard of `rows` rows. Raises: ValueError unless each row is in exactly one batch."""
     if len(line) > _ROW_BYTES * (rows + 1):
         raise ValueError(f"a line of {len(line):,} bytes for {rows} rows, expected {_ROW_BYTES} a row at most")
     batches = [(checked_count(width, "width", BATCHES_NAME), list(batch)) for width, batch in json.loads(line)]
@@ -375,10 +380,9 @@ def _batches_of(line: bytes, rows: int, slots: int) -> list[Batch]:
 
 
 def read_record(cache_dir: PathLike, *, follow_links: bool = False) -> dict[str, Any] | None:
-    """Return the content of plan.json; None where there is no such file.
+    """Return the content of plan.json; None if there is no such file.
 
-    Raises: CacheError for another version, for a part that is missing or of a wrong type, and for values that no target
-        can be run with.
+    Raises: CacheError E208 for another version; CacheError E701 for a missing or wrong value.
     """
     path = _sidecar(cache_dir) / PLAN_NAME
     try:
@@ -431,7 +435,11 @@ _VALID: dict[str, Callable[[Any], bool]] = {
 
 
 def differing_fields(left: Mapping[str, Any], right: Mapping[str, Any], above: str = "") -> list[str]:
-    """Return the dotted names of the fields in which two records differ, sorted."""
+    """Return the dotted names of the fields in which two records differ, sorted.
+
+    >>> differing_fields({"run": {"threads": 1}, "limit": 5}, {"run": {"threads": 2}})
+    ['limit', 'run.threads']
+    """
     names: list[str] = []
     for name in sorted({*left, *right}):
         ours, theirs = left.get(name), right.get(name)

@@ -1,6 +1,6 @@
-"""The tokenized input of an EAGLE-3 cache, kept in the sidecar: ids and loss masks, and each sample's source id.
+"""The tokenized input of an EAGLE-3 cache, in its sidecar: ids, loss masks, and the source id of each sample.
 
-They are unshifted, unpadded and truncated to seq_length. Row i of the cache is made from sample i.
+Samples are unshifted, unpadded and truncated to seq_length. Row i of the cache comes from sample i.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RowLike(Protocol):
 
     @property
     def id(self) -> str:
-        """Its source id."""
+        """Source id."""
 
     @property
     def input_ids(self) -> Any:
@@ -57,10 +57,10 @@ class Samples:
 
     @classmethod
     def of_rows(cls, rows: Iterable[RowLike]) -> Samples:
-        """Return the samples of some rows, held in memory: 5 bytes a token.
+        """Collect rows in memory: 5 bytes a token.
 
-        Raises: ValueError, naming the row, where it is empty or ids and mask differ in length; for ids below 0 and
-            masks other than 0 and 1.
+        Raises: ValueError naming the row if it is empty or its ids and mask differ in length; ValueError for ids below
+            0 and masks other than 0 and 1.
         """
         ids, masks, starts, names = bytearray(), bytearray(), [0], []
         for row in rows:
@@ -80,7 +80,7 @@ class Samples:
 
     @classmethod
     def open(cls, folder: PathLike, *, follow_links: bool = False) -> Samples:
-        """Read what `write` wrote. Raises: FileNotFoundError; CacheError for files that do not fit together."""
+        """Read the files of `write`. Raises: FileNotFoundError; CacheError E701 if they do not fit together."""
         from safetensors import SafetensorError
         from safetensors.numpy import load
 
@@ -103,7 +103,7 @@ class Samples:
         return samples
 
     def _check(self) -> None:
-        """Raise ValueError where dtypes, shapes or values are not as the fields' descriptions say."""
+        """Raise ValueError if dtypes, shapes or values break the descriptions of the fields."""
         for name, dtype in (("ids", np.int32), ("loss_mask", np.uint8), ("starts", np.int64)):
             array, expected = getattr(self, name), np.dtype(dtype).name
             if array.dtype != dtype or array.ndim != 1:
@@ -122,14 +122,14 @@ class Samples:
             )
 
     def files(self) -> dict[str, bytes]:
-        """Return the content of the two files by name; equal samples give equal bytes."""
+        """Return the content of both files by name; equal samples give equal bytes."""
         from safetensors.numpy import save
 
         tensors: dict[str, NDArray[Any]] = {"ids": self.ids, "loss_mask": self.loss_mask, "starts": self.starts}
         return {SAMPLES_NAME: save(tensors), IDS_NAME: id_lines(self.source_ids)}
 
     def write(self, folder: PathLike) -> None:
-        """Write the two files into a folder, each atomically. Raises: OSError."""
+        """Write both files into a folder, each atomically. Raises: OSError."""
         for name, content in self.files().items():
             write_bytes(Path(folder) / name, content)
 
@@ -137,33 +137,33 @@ class Samples:
         return len(self.starts) - 1
 
     def row(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """Return ids [L] and loss mask [L] of one sample, as views."""
+        """Return views of one sample's ids [L] and loss mask [L]."""
         begin, end = self.starts[index : index + 2]
         return self.ids[begin:end], self.loss_mask[begin:end]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sample [n]."""
+        """Tokens of each sample: int64 [n]."""
         return np.diff(self.starts)
 
     @property
     def supervised(self) -> int:
-        """Supervised tokens, of all samples."""
+        """Number of supervised tokens."""
         return int(self.loss_mask.sum())
 
     @cached_property
     def checksums(self) -> dict[str, str]:
-        """The sha256 of each of the two files, by name."""
+        """sha256 of each file by name."""
         return {name: hashlib.sha256(content).hexdigest() for name, content in self.files().items()}
 
     @property
     def sha256(self) -> str:
-        """The sha256 of samples.safetensors: of all ids, masks and lengths."""
+        """sha256 of samples.safetensors: of all ids, masks and lengths."""
         return self.checksums[SAMPLES_NAME]
 
 
 def _read(path: Path, follow_links: bool) -> bytes:
-    """Return the bytes of a file of the samples. Raises: CacheError, ValueError for sizes that no producer writes."""
+    """Return the bytes of a samples file. Raises: CacheError, ValueError for sizes that no producer writes."""
     with open(open_file(path, follow_links=follow_links), "rb") as file:
         refuse_sparse(file.fileno(), str(path), *WITHOUT_HOLES)
         size = os.fstat(file.fileno()).st_size

@@ -1,14 +1,14 @@
-"""One shard of any form: its writer, and its receipt, which is written after it.
+"""Writes one shard of either form, and then its receipt.
 
-A shard is written sample by sample into a file of its final size, in any order, so memory does not grow with it but for
-the starts and a bit a token of the native form. In versions 1 and 2 the slots after a sample's last token are never
-written: they are zeros, and holes where the file system has them. The bytes equal those of safetensors' save_file for
-the same tensors.
+A shard's file has its final size from the start and is filled sample by sample, in any order, so memory does not grow
+with it (a native shard keeps its starts and one bit a token). In versions 1 and 2 the slots after a sample's last token
+are never written: they read as zeros, and are holes if the file system has them. The bytes equal safetensors' save_file
+for the same tensors.
 
-The receipt is sidecar/shard-000000.json. It has an XXH3-128 of each sample. In versions 1 and 2 that is over the
-sample's row of each tensor in the order of the file: all slots of the ids and masks, the first `slots` slots of the
-others. In the native form it is over its three counts as int64, its ids, its loss mask as one byte a token, its
-auxiliary states, scales, last hidden states, log-normalizers and argmax, as stored.
+The receipt is sidecar/shard-000000.json. It has one XXH3-128 a sample. Dense: over the sample's row of each tensor in
+file order, all slots of ids and masks, the first `slots` slots of the others. Native: over its three counts as int64,
+its ids, its loss mask as one byte a token, auxiliary states, scales, last hidden states, log-normalizers and argmax, as
+stored.
 """
 
 from __future__ import annotations
@@ -63,14 +63,13 @@ def receipt_path(cache_dir: PathLike, shard_index: int) -> Path:
 
 
 class _Writer:
-    """Writes one shard: `write` the samples in any order, each once, then `commit`. On failure `discard`.
+    """Writes one shard: `write` each sample once, in any order, then `commit`; on failure `discard`.
 
-    With two writers of one shard at a time, one's receipt may end up beside the other's shard; a producer therefore
-    holds the lock of its folder.
+    Two writers of one shard may leave one's receipt beside the other's shard: a producer must hold the folder's lock.
     """
 
     def __init__(self, cache_dir: PathLike, shard_index: int, tensors: Tensors, samples: int) -> None:
-        """tensors: with their whole shapes. The folder is created if needed. Raises: CacheError for a link in it."""
+        """tensors: with whole shapes. The folder is created if needed. Raises: CacheError E205 for a link in it."""
         refuse_links(cache_dir)
         self._cache_dir, self._index = cache_dir, shard_index
         self._path = Path(shard_path(cache_dir, shard_index))
@@ -88,17 +87,17 @@ class _Writer:
     def commit(
         self, facts: Mapping[str, Any] | None = None, check: Callable[[], object] | None = None
     ) -> dict[str, Any]:
-        """Rename the shard to its final name, durably, write its receipt, and return the receipt.
+        """Rename the shard to its final name, durably; then write and return its receipt.
 
-        facts: stored in the receipt. check: called before the shard is renamed; what it raises prevents that.
-        Raises: ValueError if a sample was not written.
+        facts: stored in the receipt. check: called before the rename; an error of it prevents the rename.
+        Raises: ValueError if a sample is missing.
         """
         if "" in self._digests:
             raise ValueError(f"{self._path}: row {self._digests.index('')} was not written")
         self._file.write(0, self._header)
         self._file.sync()
         self._file.close()
-        if check is not None:  # after the sync, which may take long
+        if check is not None:  # after the sync: it may take so long that the lease is lost meanwhile
             check()
         receipt = {
             "receipt_version": _RECEIPT_VERSION,
@@ -111,7 +110,9 @@ class _Writer:
             "facts": dict(facts or {}),
         }
         path = receipt_path(self._cache_dir, self._index)
-        if path.exists():  # of the replaced shard: no receipt is better than a wrong one
+        # Order: old receipt away, shard, new receipt. A crash in between leaves a shard without a receipt, which is
+        # built again; a receipt beside another shard would count as finished until a reader compares its samples.
+        if path.exists():
             fileio.remove(path)
             fileio.fsync_dir(path.parent)
         fileio.rename(self._file.path, self._path)
@@ -119,12 +120,12 @@ class _Writer:
         return receipt
 
     def discard(self) -> None:
-        """Remove the temporary file. After `commit` this does nothing."""
+        """Remove the temporary file. Does nothing after `commit`."""
         self._file.close()
         fileio.remove(self._file.path)
 
     def _refuse_row(self, row: int) -> None:
-        """Raise ValueError for a row beyond the shard, and for one that was written."""
+        """Raise ValueError for a row that is beyond the shard or already written."""
         if not 0 <= row < len(self._digests):
             raise ValueError(f"{self._path}: row {row}, expected 0 <= row < {len(self._digests)}")
         if self._digests[row]:
@@ -132,12 +133,12 @@ class _Writer:
 
 
 class ShardWriter(_Writer):
-    """Writes one shard of version 1 or 2: `write` the rows in any order, each once, then `commit`, or `discard`."""
+    """Writes one dense shard: `write` each row once, in any order, then `commit`; on failure `discard`."""
 
     def __init__(self, cache_dir: PathLike, shard_index: int, fields: Fields, rows: int) -> None:
-        """fields: as in `Layout.fields`. rows: samples of the shard. The folder is created if needed.
+        """fields: from `Layout.fields`. rows: samples of the shard. The folder is created if needed.
 
-        Raises: ValueError for more than `MAX_ROWS` rows; CacheError where a file of the cache is a link.
+        Raises: ValueError for more than `MAX_ROWS` rows; CacheError E205 if a file of the cache is a link.
         """
         if rows > MAX_ROWS:
             raise ValueError(f"a shard of {rows:,} samples, expected {MAX_ROWS:,} at most")
@@ -149,9 +150,9 @@ class ShardWriter(_Writer):
     def write(self, rows: Sequence[int], slots: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the rows `rows` of the shard.
 
-        slots: of each row, the number of slots with content; the others stay zero.
-        tensors: [b, w, ...] of the stored dtype on the CPU, w >= max(slots); ids and masks [b, S].
-        Raises: ValueError for other names, dtypes or shapes, and for a row written twice; OSError on a full disk.
+        slots: number of slots with content in each row; the others stay zero.
+        tensors: [b, w, ...] in the stored dtype on the CPU, w >= max(slots); ids and masks [b, S].
+        Raises: ValueError for other names, dtypes or shapes, or a row written twice; OSError on a full disk.
         """
         flat = {name: self._flat(name, tensors, len(rows), max(slots, default=0)) for name in self._fields}
         for row in rows:
@@ -191,12 +192,12 @@ class ShardWriter(_Writer):
 
 
 class NativeShardWriter(_Writer):
-    """Writes one native shard: `write` each sample once, in any order, then `commit`. On failure `discard`."""
+    """Writes one native shard: `write` each sample once, in any order, then `commit`; on failure `discard`."""
 
     def __init__(self, cache_dir: PathLike, shard_index: int, layout: NativeLayout, counts: Counts) -> None:
-        """counts: int64 [n, 3] of the shard's samples, as of `row_counts`. The folder is created if needed.
+        """counts: from `row_counts`, int64 [n, 3]. The folder is created if needed.
 
-        Raises: ValueError for no sample or more than `MAX_ROWS`; CacheError where a file of the cache is a link.
+        Raises: ValueError for no sample or more than `MAX_ROWS`; CacheError E205 if a file of the cache is a link.
         """
         if not 0 < len(counts) <= MAX_ROWS or counts.shape[1:] != (3,) or int(counts.min()) < 0:
             raise ValueError(
@@ -209,9 +210,9 @@ class NativeShardWriter(_Writer):
         self._slots = counts[:, 0].tolist()
 
     def write(self, row: int, sample: NativeSample) -> None:
-        """Write the sample `row` of the shard; its tensors are on the CPU.
+        """Write a sample as the shard's row `row`; its tensors are on the CPU.
 
-        Raises: ValueError for other dtypes, shapes or counts, and for a row written twice; OSError on a full disk.
+        Raises: ValueError for other dtypes, shapes or counts, or a row written twice; OSError on a full disk.
         """
         self._refuse_row(row)
         begins, ends = self._starts[row], self._starts[row + 1]
@@ -230,7 +231,7 @@ class NativeShardWriter(_Writer):
     def commit(
         self, facts: Mapping[str, Any] | None = None, check: Callable[[], object] | None = None
     ) -> dict[str, Any]:
-        """Write the starts and the loss bits, then do as `ShardWriter.commit`."""
+        """Write the starts and the loss bits, then commit like a dense shard."""
         for name, starts in zip(STARTS, self._starts.T, strict=True):
             self._file.write(self._begins[name], np.ascontiguousarray(starts))
         self._file.write(self._begins["loss_bits"], self._bits)
@@ -275,18 +276,18 @@ class NativeShardWriter(_Writer):
 
 
 def sample_digest(counts: NDArray[np.int64], loss: NDArray[np.uint8], pieces: Mapping[str, NDArray[np.uint8]]) -> str:
-    """Return a native sample's XXH3-128, as it is in the receipt.
+    """Return a native sample's XXH3-128 for the receipt.
 
-    counts: int64 [3]. loss: [L], 0 or 1. pieces: the bytes of its tensors by name.
+    counts: int64 [3]. loss: [L], 0 or 1. pieces: bytes of its tensors by name.
     """
     ids, *others = (pieces[name] for name in ROW_TENSORS if name in pieces)
     return digest_of([np.ascontiguousarray(counts, "<i8").view(np.uint8), ids, loss, *others])
 
 
 def row_damage(tensors: Mapping[str, torch.Tensor], slots: int, digest: str) -> str:
-    """Return what is damaged in a row of version 1 or 2 by its entries in the receipt; "" if nothing is.
+    """Return the damage of a dense row by its receipt entries; "" for none.
 
-    tensors: [S, ...] each, in the order of the file.
+    tensors: [S, ...] each, in file order.
     """
     fields = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     parts = {name: bytes_of(tensor) for name, tensor in tensors.items()}
@@ -300,14 +301,14 @@ def row_damage(tensors: Mapping[str, torch.Tensor], slots: int, digest: str) -> 
 
 
 def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of a contiguous tensor as a view, in one dimension."""
+    """Return the bytes of a contiguous tensor as a one-dimensional view."""
     return tensor.view(torch.uint8).numpy().reshape(-1) if tensor.numel() else np.empty(0, np.uint8)
 
 
 def _pieces(
     fields: Fields, flat: Mapping[str, NDArray[np.uint8]], slots: Sequence[int]
 ) -> Iterator[list[NDArray[np.uint8]]]:
-    """Yield, for each row, the part of each field that is hashed and written."""
+    """Yield, for each row, the bytes of each field that are hashed and written."""
     sizes = {name: row_bytes_of(field) // (field[1][0] or 1) for name, field in fields.items()}
     for row, used in enumerate(slots):
         yield [part[row] if name in INT_FIELDS else part[row, : used * sizes[name]] for name, part in flat.items()]
@@ -316,7 +317,7 @@ def _pieces(
 def digest_of(pieces: Sequence[NDArray[Any]]) -> str:
     """Return the XXH3-128 of a row's contiguous pieces.
 
-    It detects damage; sha256 would take as long as writing the row.
+    It detects damage, not forgery: sha256 would take as long as writing the row.
     """
     try:
         import xxhash  # here, because readers do without
@@ -329,7 +330,7 @@ def digest_of(pieces: Sequence[NDArray[Any]]) -> str:
 
 
 def read_receipt(cache_dir: PathLike, shard_index: int, *, follow_links: bool = False) -> dict[str, Any] | None:
-    """Return a shard's receipt; None where there is none. Raises: CacheError for one that no writer made."""
+    """Return a shard's receipt; None if there is none. Raises: CacheError E701 for one that no writer made."""
     path = receipt_path(cache_dir, shard_index)
     try:
         raw = read_file(path, follow_links=follow_links)

@@ -1,8 +1,8 @@
-"""The shards of a cache of any form: checked against the manifest, mapped when first read, compared with receipts.
+"""The shards of a cache of either form: checks them, maps them when first read, compares them with receipts.
 
-DenseShards has those of versions 1 and 2: sample i is row i % shard_size of shard i // shard_size, and all rows have
-seq_length slots. NativeShards has ragged ones: of each shard the header, the starts and the loss bits are compared with
-each other and with the manifest, so every count is true before a state is read, and no size of a file is believed.
+DenseShards (versions 1 and 2): sample i is row i % shard_size of shard i // shard_size; every row has seq_length slots.
+NativeShards: samples of any length. Opening compares header, starts and loss bits of each shard with each other and
+with the manifest, so every count is true before a state is read, whatever size a file claims.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class Shards(ABC, Generic[Mapped]):
         follow_links: bool = False,
         exact: bool = False,
     ) -> None:
-        """Take the shards of a folder, of which no file is read yet; `of_cache` opens a whole cache.
+        """Take the shards of a folder without reading a file; `of_cache` opens a whole cache.
 
-        manifest: as of `read_manifest`. max_open: limit of shards that are mapped at a time. follow_links: as
-        `open_file`. exact: refuse manifests of versions 1 and 2 that lack keys, and tensors that they do not declare,
-        which caches of other tools may have.
-        Raises: ValueError for max_open < 1; CacheError naming a number of the manifest that is missing.
+        manifest: from `read_manifest`. max_open: maximum number of mapped shards. follow_links: see `open_file`.
+        exact: refuse dense manifests that lack keys, and tensors that they do not declare; caches of other tools may
+            have both.
+        Raises: ValueError for max_open < 1; CacheError naming a number that the manifest lacks.
         """
         if max_open < 1:
             raise ValueError(f"max_open_shards={max_open}: expected 1 or more")
@@ -109,13 +109,12 @@ class Shards(ABC, Generic[Mapped]):
     def of_cache(
         cls, cache_dir: PathLike, max_open: int = 1024, *, follow_links: bool = False, check: Check = "ends"
     ) -> Self:
-        """Open a cache as a training run does: its shards are all there, and each has the form of the manifest.
+        """Open a cache for training: all shards are there, and each fits the manifest. gc keeps an open cache.
 
-        check: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`. A shard is compared with the size and the header
-        of its receipt when this process first maps it; with "blocks" each sample, too, when it is first read. The cache
-        is kept from gc.
+        check: "ends": compare a shard's size and header with its receipt when this process first maps it; "blocks":
+            also each sample when it is first read.
         Raises: FileNotFoundError; CacheError (a ValueError) naming a file that does not fit the manifest; ImportError
-            without safetensors; ValueError for another check, and as `Shards`.
+            without safetensors; ValueError for another check or max_open < 1.
         """
         checked_check(check)
         cache_dir = version_of(cache_dir)  # once: a commit may come in between
@@ -133,7 +132,7 @@ class Shards(ABC, Generic[Mapped]):
         return {**self.__dict__, "_open": {}, "_receipts": {}}
 
     def opened(self, shard: int) -> Mapped:
-        """Return a shard, mapped in this process. Raises: as `wrong_form`, of which the first is raised."""
+        """Return a shard, mapped in this process. Raises: CacheError for its first deviation from the manifest."""
         if self._pid != os.getpid():  # a forked worker
             self._open, self._pid = {}, os.getpid()
         mapped = self._open.get(shard)
@@ -148,7 +147,7 @@ class Shards(ABC, Generic[Mapped]):
         return mapped
 
     def damage(self, shard: int, progress: Callable[[int], None] | None = None) -> Damage:
-        """Compare a shard with its receipt and return its damage. Reads the whole shard, a sample at a time.
+        """Compare a shard with its receipt and return its damage. Reads the whole shard, one sample at a time.
 
         progress: called with the bytes of each sample.
         Raises: CacheError if the receipt is missing or damaged.
@@ -190,7 +189,7 @@ class Shards(ABC, Generic[Mapped]):
         compared.add(key)
 
     def _receipt(self, shard: int) -> dict[str, Any] | None:
-        """Return a shard's receipt, None without one. Raises: CacheError for another than meta.json names."""
+        """Return a shard's receipt; None without one. Raises: CacheError if meta.json names another one."""
         receipt = read_receipt(self.cache_dir, shard, follow_links=self.follow_links)
         if receipt is not None:
             name = receipt_path("", shard).as_posix()
@@ -198,7 +197,7 @@ class Shards(ABC, Generic[Mapped]):
         return receipt
 
     def _compare(self, shard: int, row: int, mapped: Mapped) -> None:
-        """Compare a sample with its receipt when it is first read; without one nothing is. Raises: CacheError."""
+        """Compare a sample with its receipt on its first read; without a receipt do nothing. Raises: CacheError."""
         if shard not in self._receipts:
             self._receipts[shard] = self._receipt(shard)
         if (receipt := self._receipts[shard]) is None:
@@ -216,7 +215,7 @@ class Shards(ABC, Generic[Mapped]):
         seen[row] = 1
 
     def stated_rows(self, shard: int) -> int:
-        """Return how many samples a shard has by its own header. Raises: FileNotFoundError; CacheError."""
+        """Return the number of samples in a shard by its own header. Raises: FileNotFoundError; CacheError."""
         return self._unchecked(shard)[2]
 
     @abstractmethod
@@ -228,7 +227,7 @@ class Shards(ABC, Generic[Mapped]):
         """Return how many samples a shard must have."""
 
     def wrong_form(self, shard: int) -> Iterator[CacheError]:
-        """Yield where a shard's file is not of the form that the manifest states. Raises: FileNotFoundError."""
+        """Yield the deviations of a shard's file from the manifest. Raises: FileNotFoundError."""
         try:
             self._map(shard)
         except CacheError as error:
@@ -236,7 +235,7 @@ class Shards(ABC, Generic[Mapped]):
 
     @abstractmethod
     def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
-        """Return where the bytes of a sample lie in its shard: [start, end) in each tensor, its starts included.
+        """Return the byte ranges [start, end) of a sample in its shard, one for each tensor, starts included.
 
         Raises: CacheError.
         """
@@ -247,19 +246,19 @@ class Shards(ABC, Generic[Mapped]):
 
     @abstractmethod
     def _map(self, shard: int) -> tuple[Mapped, bytes]:
-        """Return a shard of the right form, mapped, and the bytes of its header. Raises: CacheError."""
+        """Map a shard that fits the manifest; return it and its header bytes. Raises: CacheError."""
 
     @abstractmethod
     def _unchecked(self, shard: int) -> tuple[Mapped, bytes, int]:
-        """Return a shard by its own header: mapped, with that header and the number of its samples."""
+        """Map a shard by its own header; return it, the header bytes and its number of samples."""
 
     @abstractmethod
     def _row_damage(self, mapped: Mapped, row: int, slots: int, digest: str) -> tuple[str, int]:
-        """Return the damage of a sample by its entries in the receipt, "" for none, and how many bytes it has."""
+        """Compare a sample with its receipt entries; return the damage, "" for none, and the sample's bytes."""
 
 
 def shards_of(cache_dir: PathLike, manifest: dict[str, Any], **how: Any) -> DenseShards | NativeShards:
-    """Return the shards of a cache of any form. how: as `Shards`."""
+    """Return the shards of a cache of either form. how: keyword arguments of `Shards`."""
     return (NativeShards if is_native(manifest) else DenseShards)(cache_dir, manifest, **how)
 
 
@@ -276,7 +275,7 @@ class DenseShards(Shards[DenseShard]):
     shard_size: int
 
     def __init__(self, cache_dir: PathLike, manifest: dict[str, Any], **how: Any) -> None:
-        """how: as `Shards`. Raises: ImportError without safetensors."""
+        """how: keyword arguments of `Shards`. Raises: ImportError without safetensors."""
         load_safetensors()  # ImportError here, and not at the first sample
         super().__init__(cache_dir, manifest, **how)
         self.shard_size = number_in(manifest, "shard_size", cache_dir, 1)
@@ -289,7 +288,7 @@ class DenseShards(Shards[DenseShard]):
 
     @cached_property
     def layout(self) -> Layout:
-        """The fields of a shard. Raises: CacheError naming a key that the manifest lacks."""
+        """Layout of a shard. Raises: CacheError naming a key that the manifest lacks."""
         return layout_of(self.manifest, self.cache_dir)
 
     def first_of(self, shard: int) -> int:
@@ -299,7 +298,10 @@ class DenseShards(Shards[DenseShard]):
         return min(self.shard_size, self.num_samples - shard * self.shard_size)
 
     def row(self, shard: int, row: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of a sample, views of its shard. Raises: as `opened`; CacheError for a damaged sample."""
+        """Return the tensors of a sample, as views of its shard.
+
+        Raises: CacheError for a shard that does not fit the manifest, or, with check "blocks", a damaged sample.
+        """
         mapped = self.opened(shard)
         if self._check == "blocks":
             handle, tables = mapped
@@ -308,13 +310,17 @@ class DenseShards(Shards[DenseShard]):
         return {name: table[row] for name, table in mapped[1].items()}
 
     def wrong_form(self, shard: int) -> Iterator[CacheError]:
+        """Yield the deviations of the header; tensors are not mapped."""
         try:
             yield from self._header(shard)[1]
         except CacheError as error:
             yield error
 
     def _header(self, shard: int) -> tuple[bytes, list[CacheError]]:
-        """Return a shard's header and where it differs. Raises: FileNotFoundError; CacheError as `read_header`."""
+        """Return a shard's header bytes and its deviations.
+
+        Raises: FileNotFoundError; CacheError for a damaged header.
+        """
         path, wrong = shard_path(self.cache_dir, shard), []
         fields, rows, header = read_header(path, follow_links=self.follow_links)
         if rows != (expected := self.rows_of(shard)):
@@ -332,7 +338,7 @@ class DenseShards(Shards[DenseShard]):
         return header, wrong
 
     def _declared(self, fields: Fields) -> _Declared:
-        """Return the fields by the manifest; any value fits a key that it lacks, unless all of them are demanded."""
+        """Return the fields that the manifest declares; None stands for a size or dtype that it lacks."""
         if self.exact:
             return dict(self.layout.fields)
         manifest = self.manifest
@@ -347,13 +353,14 @@ class DenseShards(Shards[DenseShard]):
         }
 
     def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
+        """Compute the ranges from the header: rows have equal sizes."""
         fields, rows, header = read_header(shard_path(self.cache_dir, shard), follow_links=self.follow_links)
         sizes = [row_bytes_of(field) for field in fields.values()]
         begins = [len(header) + rows * before for before in accumulate(sizes, initial=0)]
         return [(begin + row * size, begin + (row + 1) * size) for begin, size in zip(begins, sizes, strict=False)]
 
     def _check_all(self) -> None:
-        """Compare the headers of all shards, and a vocabulary that decides the width of items."""
+        """Compare the headers of all shards, and the vocabulary that decides the width of items."""
         size, selected = self.manifest.get("draft_vocab_size"), self.manifest.get("selected_token_ids")
         if self.compressed and selected is not None and len(selected) != size:
             found, expected = f"draft_vocab_size is {size}", f"{len(selected)}, the length of selected_token_ids"
@@ -390,7 +397,7 @@ class DenseShards(Shards[DenseShard]):
 def _fits(
     form: tuple[torch.dtype, tuple[int, ...]] | None, declared: tuple[torch.dtype | None, tuple[int | None, ...]] | None
 ) -> bool:
-    """Return whether a field has the form that is declared for it; any size fits None."""
+    """Return whether a field has its declared form; None fits any size."""
     if form is None or declared is None:
         return form is declared
     same = len(form[1]) == len(declared[1]) and all(b in (None, a) for a, b in zip(form[1], declared[1], strict=True))
@@ -401,7 +408,7 @@ def _fits(
 
 
 class NativeShards(Shards[MappedShard]):
-    """The shards of a cache in the native form."""
+    """The shards of a native cache."""
 
     firsts: list[int]
     """The first sample of each shard, and the number of samples at the end.
@@ -412,7 +419,7 @@ class NativeShards(Shards[MappedShard]):
     """Tokens, auxiliary rows and target rows of each sample, of an open cache: int64 [n, 3]."""
 
     def __init__(self, cache_dir: PathLike, manifest: dict[str, Any], **how: Any) -> None:
-        """how: as `Shards`. Raises: CacheError for a cache of another form."""
+        """how: keyword arguments of `Shards`. Raises: CacheError E208 for a cache of another form."""
         super().__init__(cache_dir, manifest, **how)
         if not is_native(manifest):
             found = f"format_version={manifest['format_version']}"
@@ -429,7 +436,7 @@ class NativeShards(Shards[MappedShard]):
         return self.firsts[shard + 1] - self.firsts[shard]
 
     def place(self, index: int) -> tuple[int, int]:
-        """Return the shard of a sample, and its row within it. Raises: IndexError; a negative index is none."""
+        """Return the shard of a sample, and its row in it. Raises: IndexError, also for a negative index."""
         if not 0 <= index < self.num_samples:
             raise IndexError(index)
         shard = bisect_right(self.firsts, index) - 1
@@ -444,9 +451,9 @@ class NativeShards(Shards[MappedShard]):
         return mapped.sample(row)
 
     def positions(self, selected_token_ids: Sequence[int]) -> int:
-        """Return the supervised target rows of all shards whose most probable token is in the draft's vocabulary.
+        """Count the supervised target rows whose most probable token is in the draft's vocabulary, over all shards.
 
-        Raises: as `opened`; CacheError for an id beyond the target's vocabulary.
+        Raises: CacheError for a shard that does not fit the manifest, or an id beyond the target's vocabulary.
         """
         vocab_size, count = self.manifest["target_vocab_size"], 0
         in_draft = np.zeros(vocab_size, np.bool_)
@@ -462,6 +469,7 @@ class NativeShards(Shards[MappedShard]):
         return count
 
     def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
+        """Read the ranges from the starts; tensors without rows of the sample are left out."""
         mapped = self._unchecked(shard)[0]
         begins, ends = mapped.starts[row : row + 2].tolist()
         rows = {name: slice(begins[which], ends[which]) for name, which in ROW_TENSORS.items()}
@@ -471,6 +479,7 @@ class NativeShards(Shards[MappedShard]):
         return [(begin, begin + part.nbytes) for begin, part in zip(begins, parts, strict=True) if part.numel()]
 
     def damage(self, shard: int, progress: Callable[[int], None] | None = None) -> Damage:
+        """Compare the samples, then the loss bits after the last token, which belong to no sample."""
         damage = super().damage(shard, progress)  # loss bits behind the last token are in no sample
         if not damage and self._unchecked(shard)[0].has_odd_bits:
             path = shard_path(self.cache_dir, shard)

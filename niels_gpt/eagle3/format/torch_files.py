@@ -1,10 +1,10 @@
-"""Files of torch.save from strangers: read with weights_only, after their sizes were bounded.
+"""Read torch.save files of strangers with bounded memory and without running code.
 
-torch.load(weights_only=True) runs none of a file's code. What is left is a file that takes far more memory than its
-size: by compression, inside the zip archive or around it, by holes, or by a pickle that makes something large. Members
-of the archive must be stored as they are, as torch.save stores them and as they are mapped. The pickle may name only
-what torch.save writes for tensors, and use only texts and names again: a part that is used twice at each of sixty
-levels takes for ever to hash. A gzip stream is inflated to a limit.
+torch.load(weights_only=True) runs none of a file's code. A file may still take far more memory than its size: by
+compression inside the zip archive or around it, by holes, or by a pickle that builds something large. So members of the
+archive must be stored uncompressed, as torch.save writes and torch maps them. The pickle may name only what torch.save
+writes for tensors, and may reuse only texts and names: a part that is reused at each of sixty levels takes for ever to
+hash. A gzip stream is inflated up to a limit.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _CHUNK = 1 << 20
 
 
 def load_tensors(path: Path, names: tuple[str, ...], *, follow_links: bool = False) -> dict[str, Tensor]:
-    """Return the named tensors of a file of torch.save that holds a dict, mapped from the file; gzip where it ends .gz.
+    """Return the named tensors of a torch.save file that holds a dict, mapped from the file; a .gz file is inflated.
 
-    Raises: FileNotFoundError; CacheError for a link and a sparse file; ValueError that names the fault of the
-        file; any other OSError where the fault is not the file's: a disk that is full, no permission.
+    Raises: FileNotFoundError; CacheError for a link or a sparse file; ValueError for any other fault of the file;
+        OSError for a fault of the machine, such as a full disk or missing permission.
     """
     with open(open_file(path, follow_links=follow_links), "rb") as file:
         refuse_sparse(file.fileno(), str(path), *WITHOUT_HOLES)
@@ -56,9 +56,9 @@ def load_tensors(path: Path, names: tuple[str, ...], *, follow_links: bool = Fal
 
 
 def inflate(source: IO[bytes], target: IO[bytes], most: int = MAX_INFLATED, ratio_from: int = RATIO_FROM) -> None:
-    """Copy what a gzip stream inflates to.
+    """Inflate a gzip stream into `target`.
 
-    Raises: ValueError for a damaged one, and for one that inflates too far; OSError where `target` cannot be written.
+    Raises: ValueError for a damaged stream and one that inflates too far; OSError if `target` cannot be written.
     """
     size, done = os.fstat(source.fileno()).st_size, 0
     limit = min(most, max(ratio_from, MAX_RATIO * size))
@@ -82,9 +82,9 @@ def _tensors(path: Path, file: IO[bytes], names: tuple[str, ...]) -> dict[str, T
 
 
 def load_dict(path: PathLike, file: IO[bytes]) -> dict[Any, Any]:
-    """Return the dict in a file of torch.save, opened as `file`; its tensors are mapped, and still unchecked.
+    """Return the dict in a torch.save file, opened as `file`. Its tensors are mapped and unchecked.
 
-    Raises: ValueError that names the fault of the file; OSError.
+    Raises: ValueError for a fault of the file; OSError.
     """
     refuse_odd_archive(file)
     try:

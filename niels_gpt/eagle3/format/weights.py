@@ -1,8 +1,8 @@
-"""What a cache keeps of its target's weights, in one file with a receipt that is written last: its size and sha256.
+"""The target's weights that a cache keeps: one file, and a receipt with its size and sha256 that is written last.
 
-target_embeddings.safetensors of versions 1 and 2 has the input embeddings as float32; its receipt is
-sidecar/embeddings.json. target_weights.safetensors of the native form has the embeddings, lm_head and final norm, each
-in the smallest of bf16, fp16 and fp32 that holds the loaded values exactly; its receipt is sidecar/weights.json.
+Versions 1 and 2 have target_embeddings.safetensors, the input embeddings as float32, with the receipt
+sidecar/embeddings.json. The native form has target_weights.safetensors: embeddings, lm_head and final norm, each in the
+smallest of bf16, fp16 and fp32 that holds the loaded values exactly, with the receipt sidecar/weights.json.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ _CHUNK = 1 << 24  # values compared at a time
 
 
 def write_target_embeddings(cache_dir: PathLike, weight: Tensor) -> str:
-    """Write the target's input embeddings, without a receipt, and return the file's path.
+    """Write the target's input embeddings without a receipt; return the file's path.
 
-    weight: [V, H] of any float dtype, on any device; stored as float32, so a bf16 table takes twice its size. Training
-    from a cache never loads the target, and the draft's embeddings start from this table.
+    A draft initializes its embeddings from this table, since training from a cache never loads the target.
+
+    weight: [V, H] of any float dtype and device; stored as float32, so a bf16 table takes twice its size.
     """
     table = weight.detach().to(torch.float32).cpu().contiguous()
     return _write(os.path.join(cache_dir, EMBEDDINGS_NAME), {"weight": table})
@@ -60,9 +61,10 @@ def write_embeddings(cache_dir: PathLike, weight: Tensor) -> None:
 
 
 def write_weights(cache_dir: PathLike, weights: Mapping[str, Tensor]) -> None:
-    """Write the target's weights, as `TargetHead.weights` returns them, and then their receipt.
+    """Write the target's weights for a native cache, and then their receipt.
 
-    weights: tensors of `WEIGHTS` of any float dtype, on any device; embeddings must be among them.
+    weights: from `TargetHead.weights`: tensors named in `WEIGHTS`, of any float dtype and device; embeddings are
+        required.
     Raises: ValueError for another name or number of dimensions.
     """
     wrong = {name: tuple(tensor.shape) for name, tensor in weights.items() if WEIGHTS.get(name) != tensor.dim()}
@@ -76,10 +78,10 @@ def write_weights(cache_dir: PathLike, weights: Mapping[str, Tensor]) -> None:
 def read_weights(
     cache_dir: PathLike, names: Collection[str] = tuple(WEIGHTS), *, follow_links: bool = False
 ) -> dict[str, Tensor]:
-    """Return those of the weights `names` that a native cache has, as views of a map, in their stored dtypes.
+    """Return the weights `names` of a native cache, those that it has, as views of a map in their stored dtypes.
 
-    follow_links: as `open_file`.
-    Raises: FileNotFoundError; CacheError for a file of other tensors.
+    follow_links: see `open_file`.
+    Raises: FileNotFoundError; CacheError E701 for a file of other tensors.
     """
     path = os.path.join(cache_dir, WEIGHTS_NAME)
     handle = open_file(path, follow_links=follow_links)
@@ -102,10 +104,10 @@ def read_weights(
 
 
 def read_target_embeddings(cache_dir: PathLike, *, follow_links: bool = False) -> Tensor:
-    """Return the target's input embeddings: [V, H] float32, of a cache of any version.
+    """Return the target's input embeddings from a cache of any form: [V, H] float32.
 
-    follow_links: as `open_file`.
-    Raises: FileNotFoundError; CacheError unless the file is a whole safetensors file of the tensor `weight`.
+    follow_links: see `open_file`.
+    Raises: FileNotFoundError; CacheError E701 unless the file is whole and has the embeddings.
     """
     path = os.path.join(cache_dir, EMBEDDINGS_NAME)
     if not os.path.lexists(path) and os.path.lexists(os.path.join(cache_dir, WEIGHTS_NAME)):
@@ -130,7 +132,10 @@ def read_target_embeddings(cache_dir: PathLike, *, follow_links: bool = False) -
 
 
 def has_weights(cache_dir: PathLike, *, native: bool) -> bool:
-    """Return whether the file of the form has the size and sha256 that its receipt states: reads the whole file."""
+    """Return whether the weights file has the size and sha256 that its receipt states. Reads the whole file.
+
+    native: of a native cache, else of a dense one.
+    """
     name, receipt = (WEIGHTS_NAME, WEIGHTS_RECEIPT) if native else (EMBEDDINGS_NAME, EMBEDDINGS_RECEIPT)
     file = Path(cache_dir, name)
     try:
@@ -144,7 +149,7 @@ def has_weights(cache_dir: PathLike, *, native: bool) -> bool:
 
 def _write_with_receipt(path: Path, receipt_name: str, write: Callable[[], object]) -> None:
     receipt = path.parent / SIDECAR / receipt_name
-    if receipt.is_file():  # of the file that is replaced
+    if receipt.is_file():  # as for shards: no receipt is better than the old file's
         fileio.remove(receipt)
         fileio.fsync_dir(receipt.parent)
     write()
@@ -157,7 +162,7 @@ def _checksums(path: Path) -> dict[str, Any]:
 
 
 def _write(path: str, weights: Mapping[str, Tensor]) -> str:
-    """Write the bytes that safetensors' save_file writes, through `fileio`, where the tests of faults see them."""
+    """Write the bytes of safetensors' save_file through `fileio`, which tests of faults intercept."""
     tensors = in_file_order({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()})
     header = tensors_header(tensors)
 
@@ -176,7 +181,7 @@ def _write(path: str, weights: Mapping[str, Tensor]) -> str:
 
 
 def _smallest(tensor: Tensor) -> Tensor:
-    """Return the tensor in the smallest of bf16, fp16, fp32 that changes none of its values."""
+    """Return a tensor in the smallest of bf16, fp16 and fp32 that changes none of its values."""
     for dtype in DTYPES.values():
         if tensor.dtype == dtype or all(
             torch.equal(chunk.to(dtype).to(chunk.dtype), chunk) for chunk in _chunks(tensor)

@@ -1,12 +1,13 @@
-"""A finished EAGLE-3 cache: is it good, does the target agree, and what is in it? For `python -m niels_gpt.eagle3`.
+"""Looks at a finished EAGLE-3 cache: checks it, compares it with its target, prints it.
 
-    checks.py     the checks by name and what each asks; which of them there are
-    opened.py     a cache of any form: plan, samples, receipts, shards; errors that say how to repair it
-    forms.py      opens a cache: the dense form (versions 1 and 2), and the native one
+    checks.py     the names and questions of the checks; loads no torch
+    opened.py     a cache of either form: plan, samples, receipts, shards; adds remedies to errors
+    forms.py      opens a cache: the dense form (versions 1 and 2) and the native one
     verify.py     makes the checks, reading each file and sample once
     recompute.py  `recomputed`: runs samples through the target again
-    show.py       `inspect`: what a cache was made from, and the slots of one sample
-    stats.py      `stats`: a cache in numbers, and as a picture
+    show.py       `inspect`: prints the origin of a cache, and the slots of one sample
+    stats.py      `stats`: prints the figures of a cache, and draws them
 
-A new check needs a row in checks.py, its functions, and a row in verify.py.
+`python -m niels_gpt.eagle3` offers them as commands. A new check needs a row in checks.py, its functions, and a row in
+verify.py.
 """

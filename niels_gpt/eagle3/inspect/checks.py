@@ -1,4 +1,4 @@
-"""The checks of an EAGLE-3 cache by name, and what each of them asks. Loads no torch, for Dagster's UI and --help."""
+"""The names of the checks of an EAGLE-3 cache, and their questions. Loads no torch, for Dagster's UI and --help."""
 
 from __future__ import annotations
 

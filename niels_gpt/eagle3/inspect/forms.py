@@ -1,4 +1,4 @@
-"""The two forms of a cache that is looked at: dense (versions 1 and 2), and native."""
+"""The two forms of an opened cache: dense (versions 1 and 2) and native."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class DenseCache(Eagle3Cache):
 
     @property
     def layout(self) -> Layout:
-        """The fields of a shard."""
+        """Layout of a shard."""
         return self.files.layout
 
     @property
@@ -81,7 +81,7 @@ class DenseCache(Eagle3Cache):
         return f"slot {place}, column {column}"
 
     def opened(self, shard: int) -> dict[str, Tensor]:
-        """Return the tensors of a shard, [n, S, ...], as views of its map; nothing is read yet. Raises: CacheError."""
+        """Map a shard; return its tensors, [n, S, ...], as views. Raises: CacheError."""
         tables: dict[str, Tensor] = super().opened(shard)[1]
         return tables
 
@@ -103,7 +103,7 @@ class DenseCache(Eagle3Cache):
         return StoredSample(self, shard, self.files.first_of(shard) + row, tensors, self.layout.row_bytes)
 
     def beside(self, row: StoredSample) -> Pairs:
-        """Yield ids and masks, shifted by one token except for the attention mask, and padded."""
+        """Yield stored and expected ids and masks: the source's row, padded; ids and loss mask shifted."""
         ids, loss_mask = self.samples.row(row.number)
         width, length = len(row.tensors["input_ids"]), len(ids)
         if length > width:
@@ -128,7 +128,7 @@ class DenseCache(Eagle3Cache):
 
 
 class NativeCache(Eagle3Cache):
-    """A cache in the native form: raw, ragged samples, with hidden states and the target's head."""
+    """A native cache: raw samples of any length, with hidden states and the target's head."""
 
     WEIGHTS = WEIGHTS_NAME
     WEIGHTS_RECEIPT = WEIGHTS_RECEIPT
@@ -138,7 +138,7 @@ class NativeCache(Eagle3Cache):
 
     @cached_property
     def layout(self) -> NativeLayout:
-        """The tensors of a shard."""
+        """Layout of a shard."""
         return NativeLayout.of(self.manifest)
 
     @property
@@ -151,7 +151,7 @@ class NativeCache(Eagle3Cache):
 
     @property
     def last_hidden(self) -> str:
-        """What the last hidden states are: pre_norm or post_norm."""
+        """Side of the final norm of the last hidden states: pre_norm or post_norm."""
         return str(self.manifest["conventions"]["last_hidden"])
 
     @cached_property
@@ -183,7 +183,7 @@ class NativeCache(Eagle3Cache):
         return list(accumulate(stated))
 
     def wrong_weights(self) -> Iterator[CacheError]:
-        """Yield where they do not fit the manifest, and raise what refuses to make a head of them."""
+        """Yield deviations from the manifest; raise errors that prevent building a head."""
         weights = self.weights()
         size, vocab = self.hidden_size, self.vocab_size
         shapes = {"embeddings": [vocab, size], "lm_head": [vocab, size], "lm_head_bias": [vocab]}
@@ -204,7 +204,7 @@ class NativeCache(Eagle3Cache):
         return self.of(opened.sample(row), shard, self.files.first_of(shard) + row)
 
     def of(self, sample: NativeSample, shard: int, number: int) -> StoredSample:
-        """Return a sample as checks and comparisons get it."""
+        """Return a sample as checks and comparisons take it."""
         tensors = {name: torch.as_tensor(value) for name, value in vars(sample).items() if value is not None}
         counts = np.array([[len(sample.input_ids), len(sample.aux_hidden_states), len(sample.argmax_ids)]])
         return StoredSample(self, shard, number, tensors, int(self.layout.sample_bytes(counts)[0]), sample.positions)
@@ -224,17 +224,17 @@ class NativeCache(Eagle3Cache):
 
     @staticmethod
     def supervised_rows(mapped: MappedShard) -> NDArray[np.bool_]:
-        """Return of each target row whether its token has loss: bool [R]. Others serve tools that shift no mask."""
+        """Return which target rows have a token with loss: bool [R]. The others serve tools that shift no mask."""
         mask = mapped.loss_mask(0, int(mapped.starts[-1, 0]))
         return mask[has_target_row(mapped.starts[:, 0], mask)]
 
     def in_draft(self, mapped: MappedShard, rows: Any = slice(None)) -> NDArray[np.bool_]:
-        """Return of some target rows whether the most probable token is in the draft's vocabulary: bool [rows]."""
+        """Return whether the most probable token of each target row is in the draft's vocabulary: bool [rows]."""
         return self.selected(mapped.tensors["argmax_ids"][rows].to(torch.int64).numpy())
 
     @cached_property
     def selected(self) -> Callable[[NDArray[np.int64]], NDArray[np.bool_]]:
-        """Whether some ids of the target are in the draft's vocabulary."""
+        """Function that returns whether ids of the target are in the draft's vocabulary."""
         chosen = np.zeros(self.vocab_size, np.bool_)
         chosen[np.array(self.manifest["selected_token_ids"], np.int64)] = True
         return lambda ids: chosen[np.minimum(ids, self.vocab_size - 1)] & (ids < self.vocab_size)
@@ -250,7 +250,7 @@ class NativeCache(Eagle3Cache):
 def open_cache(
     path: Path, *, follow_links: bool = False, tick: Callable[[int], None] = lambda num_bytes: None
 ) -> DenseCache | NativeCache:
-    """Resolve a cache once and read its manifest; follow_links, tick: as for `Eagle3Cache`.
+    """Resolve a cache's path once and read its manifest. follow_links, tick: see `Eagle3Cache`.
 
     Raises: FileNotFoundError; CacheError for a manifest that cannot be read.
     """

@@ -1,12 +1,12 @@
-"""A cache that is looked at: one class for all forms. forms.py has the two forms of it.
+"""An opened cache: one class for both forms; forms.py has the subclasses.
 
-A check, a comparison and a table are written once for all forms: they ask a sample for its `Field`s, and the cache for
+Checks, comparisons and tables are written once for both forms: they ask a sample for its `Field`s, and the cache for
 the words in which the forms differ (`label`, `at`, `within`, `unit`).
 
-A cache is this project's if it has a sidecar/ or a meta.json of kind eagle3. The producer's has a plan; one that was
-written by the writers of shards and manifests alone has receipts and no plan. A folder with none of these is another
-tool's. Checks that need a sidecar or a plan raise `NotChecked` where a cache never had one. Errors say how to repair
-the cache.
+A cache is this project's if it has a sidecar/ or a meta.json of kind eagle3. The producer's caches have a plan; those
+of `write_shard` and `write_manifest` alone have receipts and no plan. A folder with none of these is another tool's. A
+check that needs a sidecar or a plan raises `NotChecked` for a cache that never had one. Errors say how to repair the
+cache.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class NotChecked(Exception):
 
 
 class Field(NamedTuple):
-    """Numbers of one sample that have a name."""
+    """Named numbers of one sample."""
 
     name: str
     values: Tensor
@@ -81,10 +81,9 @@ Pairs = Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]
 
 
 class Eagle3Cache(Cache, ABC):
-    """A cache of any form, in one version, with plan and samples read on first use. gc leaves the version.
+    """A cache of either form, in one version, held against gc; plan and samples are read on first use.
 
-    Only manifest and meta.json have been read. Every attribute raises CacheError where the file that it comes from is
-    damaged.
+    Opening reads only manifest and meta.json. Every attribute raises CacheError if its file is damaged.
     """
 
     WEIGHTS: ClassVar[str]
@@ -112,10 +111,11 @@ class Eagle3Cache(Cache, ABC):
         follow_links: bool = False,
         tick: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
-        """path: the public folder; folder: the same without links, so that all checks read one version; hold: of it.
+        """path: the public folder. folder: the same without links, so that all checks read one version.
 
-        follow_links: whether files may be links, as in a snapshot of the Hugging Face hub. tick: called with the bytes
-        of shards that were read.
+        hold: keeps gc from that version. follow_links: read files that are links, as in a snapshot of the Hugging Face
+            hub.
+        tick: called with the bytes of shards that were read.
         """
         kind, meta = kind_named(KIND), _meta_of(folder, follow_links)
         assert kind is not None  # this package has it
@@ -128,12 +128,12 @@ class Eagle3Cache(Cache, ABC):
     # --- the words in which the forms differ ---
 
     def label(self, name: str, column: int) -> str:
-        """Return what a column of a field is called in messages: a block's hidden states, or the field itself."""
+        """Return a column's name in messages: a block's hidden states, or the field."""
         width, blocks = {AUX: self.hidden_size, "aux_scales": 1}.get(name, 0), self.aux_layer_ids
         return f"{name} of block {blocks[column // width]}" if width and blocks else name
 
     def at(self, place: int, column: int) -> str:
-        """Return where a number of a sample is."""
+        """Return the place of a number in a sample, as text."""
         return f"{self.unit} {place}"
 
     def units(self, count: int) -> str:
@@ -149,12 +149,12 @@ class Eagle3Cache(Cache, ABC):
     @property
     @abstractmethod
     def hidden_size(self) -> int:
-        """Width of the hidden states of one block."""
+        """Width of one block's hidden states."""
 
     @property
     @abstractmethod
     def num_shards(self) -> int:
-        """Shards that the manifest declares."""
+        """Number of shards that the manifest declares."""
 
     @property
     @abstractmethod
@@ -163,47 +163,50 @@ class Eagle3Cache(Cache, ABC):
 
     @abstractmethod
     def place(self, number: int) -> tuple[int, int]:
-        """Return the shard of a sample, and its row within it."""
+        """Return the shard of a sample, and its row in it."""
 
     @abstractmethod
     def row(self, shard: int, opened: Any, row: int) -> StoredSample:
-        """Return a sample by its row within an opened shard."""
+        """Return a sample by its row in an opened shard."""
 
     @abstractmethod
     def beside(self, row: StoredSample) -> Pairs:
-        """Yield ids and masks of a sample as stored and as the source's row gives them.
+        """Yield ids and masks of a sample, stored and expected by the source's row.
 
-        Raises: CacheError if the row has another number of tokens; NotChecked in a cache without a plan.
+        Raises: CacheError if the row has another number of tokens; NotChecked for a cache without a plan.
         """
 
     @abstractmethod
     def counted(self, opened: Any) -> NDArray[np.int64]:
-        """Return of each sample of an opened shard its tokens, slots with loss and positions: int64 [n, 3].
+        """Count each sample of an opened shard: int64 [n, 3], tokens, slots with loss, positions.
 
-        Of a native cache, auxiliary rows and target rows follow: [n, 5].
+        A native cache adds auxiliary rows and target rows: [n, 5].
         """
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """Return the target's weights by name, as views of a map: `embeddings` [V, H], and of a native cache the head.
+        """Return the target's weights by name, as views of a map: `embeddings` [V, H]; a native cache adds the head's.
 
-        Raises: CacheError where the file is missing or damaged.
+        Raises: CacheError if the file is missing or damaged.
         """
 
     @abstractmethod
     def wrong_weights(self) -> Iterator[CacheError]:
-        """Yield where the form of the weights differs from what the manifest says. Raises: CacheError, as `weights`."""
+        """Yield the deviations of the weights' form from the manifest.
+
+        Raises: CacheError if the file is missing or damaged.
+        """
 
     def opened(self, shard: int) -> Any:
-        """Return a shard, mapped: its header was read, and of a native one starts and loss bits.
+        """Map a shard, after reading its header (native: also starts and loss bits).
 
-        Raises: CacheError if it is missing, or has another form than the manifest says.
+        Raises: CacheError if it is missing or deviates from the manifest.
         """
         with self.repairable(shard):
             return self.files.opened(shard)
 
     def wrong_form(self, shard: int) -> Iterator[CacheError]:
-        """Yield where the form of a shard differs from what the manifest says."""
+        """Yield the deviations of a shard from the manifest."""
         _ = self.files.layout  # an error of the manifest is none of the shard
         try:
             with self.repairable(shard):
@@ -213,57 +216,63 @@ class Eagle3Cache(Cache, ABC):
         yield from map(self.with_remedy, wrong)
 
     def stored(self, shard: int) -> Iterator[StoredSample]:
-        """Return the samples of a shard. Raises: CacheError, as `opened`, before the first one."""
+        """Return the samples of a shard.
+
+        Raises: CacheError, at once, if the shard is missing or deviates from the manifest.
+        """
         opened = self.opened(shard)
         return (self.row(shard, opened, row) for row in range(self.files.rows_of(shard)))
 
     def sample(self, number: int) -> StoredSample:
-        """Return a sample by its number in the cache. Raises: CacheError, as `opened`."""
+        """Return a sample by its number in the cache.
+
+        Raises: CacheError if its shard is missing or deviates from the manifest.
+        """
         shard, row = self.place(number)
         return self.row(shard, self.opened(shard), row)
 
     def read_each_shard(self) -> None:
-        """Open the cache with its reader, and read a sample of every shard. Raises: what the reader raises."""
+        """Open the cache with its training reader, and read a sample of every shard. Raises: the reader's errors."""
         data = self.READER(self.folder, follow_links=self.follow_links)
         for shard in range(self.num_shards):
             data[self.files.first_of(shard)]
 
     @cached_property
     def counts(self) -> Counts:
-        """The tokens, slots with loss and positions of all shards. Raises: CacheError, as `opened`."""
+        """Tokens, slots with loss and positions of all shards. Raises: CacheError for a missing or deviating shard."""
         sums = (self.counted(self.opened(shard)).sum(0)[:3].tolist() for shard in range(self.num_shards))
         return Counts(*map(sum, zip(*sums, strict=True))) if self.num_shards else Counts(0, 0, 0)
 
     @cached_property
     def num_samples(self) -> int:
-        """Samples of the whole cache, by the manifest."""
+        """Samples of the cache, by the manifest."""
         return number_in(self.manifest, "num_samples", self.folder)
 
     @cached_property
     def draft_vocab_size(self) -> int:
-        """Ids in the draft's vocabulary, by the manifest."""
+        """Size of the draft's vocabulary, by the manifest."""
         return number_in(self.manifest, "draft_vocab_size", self.folder, 1)
 
     @cached_property
     def vocab_size(self) -> int:
-        """Ids in the target's vocabulary, by the manifest."""
+        """Size of the target's vocabulary, by the manifest."""
         return number_in(self.manifest, "target_vocab_size", self.folder, 1)
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
-        """The captured blocks, in their order in aux_hidden_states; () where the manifest does not say."""
+        """Captured blocks, in their order in aux_hidden_states; () if the manifest does not say."""
         return tuple(self.manifest.get("aux_layer_ids") or ())
 
     @cached_property
     def shards(self) -> list[int]:
-        """The declared shards that exist."""
+        """Declared shards that exist."""
         return sorted(index for index in existing_shard_indices(self.folder) if index < self.num_shards)
 
     # --- whose cache it is ---
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """What the producer keeps in sidecar/ beside the receipts of the shards."""
+        """Names in sidecar/ that the producer writes besides the receipts of shards."""
         return (*OF_THE_PLAN, self.WEIGHTS_RECEIPT)
 
     @cached_property
@@ -273,7 +282,7 @@ class Eagle3Cache(Cache, ABC):
 
     @cached_property
     def is_planned(self) -> bool:
-        """Whether this project's producer made the cache. A receipt shows it where everything else is gone."""
+        """Whether this project's producer built the cache. A receipt proves it if everything else is gone."""
         if self.has_meta and self.meta.get("plan_sha256", "") is not None:  # null: an import
             return True
         if any(os.path.lexists(self.folder / SIDECAR / name) for name in self.PROOFS):
@@ -290,18 +299,18 @@ class Eagle3Cache(Cache, ABC):
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What plan.json holds. Raises: NotChecked in a cache without a plan; CacheError if it is gone or damaged."""
+        """Content of plan.json. Raises: NotChecked for a cache without a plan; CacheError if it is gone or damaged."""
         plan: dict[str, Any] = self._read_once("plan", self._read_plan)
         return plan
 
     @property
     def samples(self) -> Samples:
-        """The source's rows. Raises: NotChecked in a cache without a plan; CacheError if they are gone or damaged."""
+        """The source's rows. Raises: NotChecked for a cache without a plan; CacheError if they are gone or damaged."""
         samples: Samples = self._read_once("samples", self._read_samples)
         return samples
 
     def _read_once(self, name: str, read: Callable[[], Any]) -> Any:
-        """Return what `read` returns. Its error is kept too, since each of a million rows may ask."""
+        """Return the result of `read`. Keeps its error too, since each of a million rows may ask."""
         if name not in self._kept:
             try:
                 if not self.is_planned:
@@ -333,7 +342,7 @@ class Eagle3Cache(Cache, ABC):
         return record
 
     def _plan_sha256(self) -> str | None:
-        """Return the sha256 of plan.json; None where no undamaged meta.json has it."""
+        """Return plan.json's sha256 as recorded by an undamaged meta.json; else None."""
         try:
             raw = read_meta_bytes(self.folder, follow_links=self.follow_links)
             recorded, computed = meta_crc32(raw)
@@ -352,11 +361,14 @@ class Eagle3Cache(Cache, ABC):
             raise self.missing(path, "the rows that the target was run on") from error
 
     def receipt(self, shard: int) -> dict[str, Any] | None:
-        """Return a shard's receipt; None where there is none. Raises: CacheError for one that no writer wrote."""
+        """Return a shard's receipt; None if there is none. Raises: CacheError for one that no writer wrote."""
         return read_receipt(self.folder, shard, follow_links=self.follow_links)
 
     def facts(self, shard: int) -> dict[str, Any]:
-        """Return what a shard's receipt counts; {} without a receipt. Raises: CacheError, as `receipt`."""
+        """Return the counts in a shard's receipt; {} without one.
+
+        Raises: CacheError for a receipt that no writer wrote.
+        """
         facts: dict[str, Any] = (self.receipt(shard) or {"facts": {}})["facts"]
         return facts
 
@@ -364,7 +376,7 @@ class Eagle3Cache(Cache, ABC):
 
     @contextmanager
     def repairable(self, shard: int) -> Iterator[None]:
-        """Let errors of a shard's file say what to do about it in this cache."""
+        """Add this cache's remedy to errors about a shard's file."""
         try:
             yield
         except FileNotFoundError as error:
@@ -374,19 +386,19 @@ class Eagle3Cache(Cache, ABC):
             raise self.with_remedy(error) from error
 
     def with_remedy(self, error: CacheError) -> CacheError:
-        """Return an error that has no remedy of its own with the one of this cache."""
+        """Return the error with this cache's remedy, unless it has its own."""
         if error.own_remedy:
             return error
         return CacheError(error.path, error.found, error.expected, self.remedy(), code=error.code)
 
     def remedy(self, name: str = "") -> str:
-        """Return what to do about a file that is wrong. name: of the file, where the remedy depends on it."""
+        """Return what to do about a wrong file. name: of the file, if the remedy depends on it."""
         if not self.is_planned:
             return "Write it again as it was written, or produce the cache again"
         return f"Remove the file. {self._resume(name)}"
 
     def missing(self, path: str | Path, expected: str) -> CacheError:
-        """Return the error for a file that does not exist, with what to run."""
+        """Return the error for a missing file, with the command that writes it."""
         again = self._resume(Path(path).name) if self.is_planned else "Write it again, or produce the cache again"
         return CacheError(path, "no such file", expected, again, code="E702")
 
@@ -402,13 +414,13 @@ class Eagle3Cache(Cache, ABC):
         )
 
     def refuse_missing_weights(self) -> None:
-        """Raise the error for missing weights of the target."""
+        """Raise CacheError if the target's weights are missing."""
         path = self.folder / self.WEIGHTS
         if not os.path.lexists(path):
             raise self.missing(path, self.WHAT_WEIGHTS)
 
     def name(self, number: int) -> str:
-        """Return what to call a sample: its number in the cache, and its source's id where that is known."""
+        """Return a sample's name: its number in the cache, and its source id if known."""
         try:
             return f"sample {number} ({shortened(self.samples.source_ids[number])})"
         except (NotChecked, CacheError, OSError, IndexError):
@@ -416,7 +428,7 @@ class Eagle3Cache(Cache, ABC):
 
 
 def _meta_of(folder: Path, follow_links: bool) -> dict[str, Any] | None:
-    """Return the meta.json of an EAGLE-3 cache; {} of one that cannot be read; None where there is none."""
+    """Return an EAGLE-3 cache's meta.json; {} if it cannot be read; None if there is none."""
     try:
         meta = parse_object(read_meta_bytes(folder, follow_links=follow_links))
     except FileNotFoundError:
@@ -450,14 +462,14 @@ class StoredSample:
 
     @cached_property
     def length(self) -> int:
-        """Tokens: of a dense cache slots up to the last one where attention_mask is set, for the rest is padding."""
+        """Number of tokens; in a dense cache the slots up to the last set bit of attention_mask."""
         if "attention_mask" not in self.tensors:
             return len(self.tensors["input_ids"])
         attended = self.tensors["attention_mask"].nonzero()
         return int(attended[-1]) + 1 if len(attended) else 0
 
     def fields(self) -> Iterator[Field]:
-        """Yield all that is stored of it."""
+        """Yield all stored fields."""
         for name, values in self.tensors.items():
             of_targets = self.positions is not None and name in _OF_TARGET_ROWS
             yield Field(name, values, self.positions if of_targets else range(len(values)))
@@ -469,9 +481,9 @@ class StoredSample:
         return ids, loss
 
     def states(self, part: int | slice | NDArray[np.int64], dtype: torch.dtype | None = None) -> Tensor:
-        """Return auxiliary states of one slot or token, or of some: [..., blocks, H]; of fp8 those of no other token.
+        """Return auxiliary states of one slot or token, or of several: [..., blocks, H].
 
-        dtype: None: as stored, of fp8 bfloat16.
+        Only these are converted from fp8. dtype: None: as stored; bfloat16 for fp8.
         """
         states, scales = self.tensors[AUX][part], self.tensors.get("aux_scales")
         blocks = max(1, len(self.cache.aux_layer_ids)), self.cache.hidden_size
@@ -482,13 +494,13 @@ class StoredSample:
 
 
 def weight_row(name: str, row: int) -> str:
-    """Return what a row of one of the target's weights is called in messages."""
+    """Return the name of a row of one of the target's weights, for messages."""
     of_tokens = {"embeddings": "the embedding", "lm_head": "lm_head"}
     return f"{of_tokens[name]} of token {row}" if name in of_tokens else f"row {row} of {name}"
 
 
 def refuse_malformed(look: Callable[Concatenate[Path, _P], _R]) -> Callable[Concatenate[Path, _P], _R]:
-    """Decorate a function of a cache's folder: what a malformed manifest, plan or receipt raises becomes CacheError."""
+    """Decorate a function of a cache's folder: errors about a malformed manifest, plan or receipt become CacheError."""
 
     @wraps(look)
     def refusing(cache: Path, /, *arguments: _P.args, **named: _P.kwargs) -> _R:

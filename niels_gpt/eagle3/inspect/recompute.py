@@ -1,12 +1,12 @@
-"""`recomputed`: runs some samples, drawn by a seed, through the target again and compares them with what is stored.
+"""`recomputed`: runs samples, drawn by a seed, through the target again and compares them with the stored ones.
 
-A sample's numbers depend on the other samples in its batch, on the padded width and on the number of threads, so whole
-batches of the plan are run. In the environment of the plan every bit must be equal; in another one numbers may differ
-by TOLERANCE.
+A sample's numbers depend on the other samples of its batch, the padded width and the number of threads, so whole
+batches of the plan are run. In the plan's environment every bit must be equal; in another one numbers may differ by
+TOLERANCE.
 
-Without a plan it is not known how the cache was computed: whole slots are compared within a wider tolerance. A native
-cache has the raw ids. In versions 1 and 2 they are shifted: of a sample of L tokens x[1] to x[L-1] are known, and x[0]
-is not. The hidden states of slot 0 depend on x[0] alone, so x[0] is searched for: the likely tokens first, then the
+A cache without a plan does not say how it was computed: whole slots are compared, with a wider tolerance. A native
+cache has the raw ids. In versions 1 and 2 ids are shifted: of the L tokens of a sample, x[1] to x[L-1] are known and
+x[0] is not. The hidden states of slot 0 depend on x[0] alone, so x[0] is searched for: likely tokens first, then the
 whole vocabulary.
 """
 
@@ -33,9 +33,9 @@ from niels_gpt.eagle3.inspect.opened import AUX, INDICES, PROBS, VALUES, Field, 
 from niels_gpt.eagle3.inspect.verify import Report
 from niels_gpt.eagle3.target import CHUNK_VALUES, HFEagle3TargetModel, capture
 from niels_gpt.eagle3.workers import Load, torch_threads
-from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.work import Progress
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 """Allowed in another environment, by the dtype that the target runs in: for a hidden state as a share of its layer's
@@ -83,11 +83,11 @@ def recomputed(
     progress: Progress | None = None,
     follow_links: bool = False,
 ) -> Verdict:
-    """Return the verdict on `k` samples (all, where there are fewer) that are drawn by `seed`.
+    """Compare `k` samples drawn by `seed` (all, if there are fewer) with the target; return the verdict.
 
-    progress: its items and units are batches; samples in a cache without a plan.
-    Raises: FileNotFoundError, CacheError where the manifest cannot be read; ValueError for k below 1; what
-        `target.load` raises.
+    progress: counts batches; samples for a cache without a plan.
+    Raises: FileNotFoundError, CacheError if the manifest cannot be read; ValueError for k below 1; the errors of
+        `target.load`.
     """
     if k < 1:
         raise ValueError(f"k={k}: expected the number of samples to compare, 1 or more")
@@ -101,7 +101,7 @@ def recomputed(
 
 
 def _drawn(samples: int, k: int, seed: int) -> list[int]:
-    """Return the numbers of `k` samples, drawn by the seed, rising."""
+    """Return the numbers of `k` samples drawn by the seed, ascending."""
     return sorted(torch.randperm(samples, generator=torch.Generator().manual_seed(seed))[:k].tolist())
 
 
@@ -141,14 +141,14 @@ def _with_plan(cache: DenseCache | NativeCache, target: Target, k: int, seed: in
 
 
 def _cannot_run(cache: DenseCache | NativeCache, model: Any, error: ValueError) -> CacheError:
-    """Return the error for a target whose head gives other logits: of a broken weight, these are NaN."""
+    """Return the error for a target whose head gives other logits; a broken weight makes them NaN."""
     if broken := broken_weight(model):
         return CacheError(cache.folder, "the target cannot be run again", remedy=broken, code="E708")
     return CacheError(cache.folder, f"the target cannot be run again: {error}", code="E706")
 
 
 def _batches(plan: TargetPlan, k: int, seed: int) -> list[tuple[int, Batch, list[int]]]:
-    """Return the batches that hold `k` samples drawn by the seed: shard, batch, and which of its rows were drawn."""
+    """Return the batches that hold `k` drawn samples: shard, batch, and its drawn rows."""
     drawn, first, found = set(_drawn(plan.manifest["num_samples"], k, seed)), 0, []
     for shard, batches in enumerate(plan.batches):
         for batch in batches:
@@ -165,9 +165,9 @@ def _run_again(
     batch: Batch,
     rows: Sequence[int],
 ) -> Iterator[tuple[StoredSample, StoredSample]]:
-    """Yield some samples of a shard, all of one batch, as they are stored and as the target gives them now.
+    """Yield samples of one batch of a shard, each as stored and as the target computes it now.
 
-    Of versions 1 and 2 a sample that was run has the slots of its batch, which are fewer. Raises: NonFiniteError.
+    A recomputed dense sample has the slots of its batch, which are fewer. Raises: NonFiniteError.
     """
     made: Any = forward(shard, batch)[0]
     opened: Any = cache.opened(shard)
@@ -183,7 +183,7 @@ def _run_again(
 
 
 def _as_converted(again: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a row as a conversion of a native cache writes it, which has nothing of the slots that no loss needs."""
+    """Return a row as a conversion of a native cache writes it: nothing in the slots that no loss needs."""
     fields, loss = {name: tensor.clone() for name, tensor in again.items()}, again["loss_mask"] == 1
     width = len(again[PROBS])
     loss, real = loss[:width], again["attention_mask"][:width] == 1
@@ -193,9 +193,9 @@ def _as_converted(again: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _compared(row: StoredSample, again: StoredSample, run: Mapping[str, Any], changed: Sequence[str]) -> Problems:
-    """Yield the fields in which a sample differs from the same one run again.
+    """Yield the fields in which a sample differs from its recomputed self.
 
-    run: of the plan. changed: the parts of the environment in which this run differs from the plan's.
+    run: of the plan. changed: parts of the environment in which this run differs from the plan's.
     """
     cache = row.cache
     if row.positions is not None and not all(map(np.array_equal, row.ids_and_loss(), again.ids_and_loss())):
@@ -223,7 +223,7 @@ def _compared(row: StoredSample, again: StoredSample, run: Mapping[str, Any], ch
 def _largest_difference(
     row: StoredSample, again: StoredSample, name: str, differs: Tensor
 ) -> tuple[int, int, float, float]:
-    """Return where a field differs most: row, column, both numbers there. differs: bool [rows], where bits do."""
+    """Return row and column of a field's largest difference, and both numbers. differs: bool [rows]."""
     stored, computed = (_numbers(each, name, slice(len(differs)), torch.float64).flatten(1) for each in (row, again))
     apart = (stored - computed).abs().nan_to_num(torch.inf)
     apart[~differs] = -1  # the difference may be no more than the sign of a zero
@@ -259,7 +259,10 @@ def _beyond_tolerance(
 
 
 def _too_many(row: StoredSample, name: str, wrong: Tensor, share: float, elsewhere: str = "") -> Problems:
-    """Yield that a mask or ids differ in more than one place and a share of the slots with loss. wrong: bool [rows]."""
+    """Yield an error if a mask or ids differ in more places than one plus a share of the slots with loss.
+
+    wrong: bool [rows].
+    """
     targets = int(row.tensors["loss_mask"].sum()) if row.positions is None else len(row.positions)
     different, allowed = int(wrong.sum()), 1 + int(share * targets)
     if different > allowed:
@@ -267,13 +270,13 @@ def _too_many(row: StoredSample, name: str, wrong: Tensor, share: float, elsewhe
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return a tensor as bytes [rows, bytes]: NaN is equal to itself, and zeros of two signs are not."""
+    """Return a tensor as bytes [rows, bytes]: NaN equals itself, and zeros of two signs differ."""
     flat = tensor.contiguous().view(torch.uint8)
     return flat.view(len(tensor), flat.numel() // max(1, len(tensor)))
 
 
 def _numbers(row: StoredSample, name: str, part: slice = slice(None), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return some rows of a field as they are stored: [rows, blocks, n], of one block where it is none of blocks."""
+    """Return rows of a field as stored: [rows, blocks, n]; one block if the field has none."""
     if name == AUX:
         return row.states(part, torch.float32).to(dtype)
     values = row.tensors[name][part].to(dtype)
@@ -281,10 +284,10 @@ def _numbers(row: StoredSample, name: str, part: slice = slice(None), dtype: tor
 
 
 def _compared_numbers(row: StoredSample, name: str, part: slice) -> Tensor:
-    """Return some rows of a field as they are compared: of top-k distributions, whole ones.
+    """Return rows of a field as they are compared: top-k distributions at full width.
 
-    Which of two tokens that are nearly as likely is the k-th may change between two runs; so the tokens that are left
-    out are compared as if each had the k-th probability.
+    Two runs may disagree about which of two nearly equal tokens is the k-th, so tokens outside the top k count as if
+    each had the k-th probability.
     """
     values = _numbers(row, name, part)
     if name != VALUES:
@@ -296,10 +299,10 @@ def _compared_numbers(row: StoredSample, name: str, part: slice) -> Tensor:
 def _other_weights(
     cache: DenseCache | NativeCache, model: Any, head: TargetHead | None, *, is_rounded: bool = False
 ) -> Problems:
-    """Yield where the stored weights are not the target's, in any environment bit for bit, since nothing is computed.
+    """Yield stored weights that differ from the target's. Nothing is computed, so every bit must be equal anywhere.
 
-    head: the target's, of a native cache, whose manifest must have the same. is_rounded: whether the weights may be
-    those of a target that was loaded in another dtype.
+    head: the target's, for a native cache; its manifest must state the same. is_rounded: accept weights of a target
+        that was loaded in another dtype.
     """
     loaded = {"embeddings": model.get_input_embeddings().weight} if head is None else head.weights()
     try:
@@ -328,7 +331,7 @@ def _other_weights(
 
 
 def _other_rows(stored: Tensor, weight: Tensor, *, is_rounded: bool) -> list[int]:
-    """Return the rows of a stored table of weights [rows, n] whose values are not those of a loaded one."""
+    """Return the rows of a stored table of weights [rows, n] that differ from the loaded one."""
     wrong: list[int] = []
     for start in range(0, len(stored), _CHUNK_TOKENS):
         part = slice(start, start + _CHUNK_TOKENS)
@@ -355,9 +358,9 @@ def _without_plan(cache: DenseCache | NativeCache, target: Target, k: int, seed:
 
 
 def _differing(row: StoredSample, name: str, apart: Tensor, places: Any = None, rounding: float = 0.0) -> Problems:
-    """Yield that a field is another one, by the difference of each slot or token [rows].
+    """Yield an error if a field is another one, by the difference at each slot or token [rows].
 
-    places: the number of each; None: from 0. rounding: what the stored dtype adds.
+    places: number of each row; None: from 0. rounding: error of the stored dtype.
     """
     if not len(apart):
         return
@@ -373,14 +376,14 @@ def _differing(row: StoredSample, name: str, apart: Tensor, places: Any = None, 
 
 
 def _differing_blocks(row: StoredSample, stored: Tensor, computed: Tensor, rounding: float = 0.0) -> Problems:
-    """Yield the blocks whose states are others. stored, computed: float [rows, blocks, n]."""
+    """Yield the blocks whose states differ. stored, computed: float [rows, blocks, n]."""
     apart = _length(stored - computed) / _length(computed)
     for place, layer in enumerate(row.cache.aux_layer_ids):
         yield from _differing(row, f"{AUX} of block {layer}", apart[:, place], rounding=rounding)
 
 
 def _outside(row: StoredSample, ids: Tensor, vocab_size: int) -> CacheError | None:
-    """Return the error for ids that are none of the target's."""
+    """Return the error for ids beyond the target's vocabulary; None for good ones."""
     if 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         return None
     return row.problem(f"input_ids from {int(ids.min())} to {int(ids.max())}", f"0 to {vocab_size - 1}")
@@ -394,7 +397,7 @@ def _length(vectors: Tensor) -> Tensor:
 def _native_differences(
     cache: NativeCache, model: Any, device: torch.device, numbers: Sequence[int], progress: Progress
 ) -> Problems:
-    """Yield where some samples are not what a target gives for their ids; each is run alone. model: on `device`."""
+    """Yield the differences of samples from the target's outputs for their ids, one at a time. model: on `device`."""
     try:
         head = TargetHead.of_model(model)
     except ValueError as error:
@@ -416,7 +419,7 @@ def _native_differences(
 
 
 def _native_compared(row: StoredSample, model: Any, head: TargetHead, ids: Tensor) -> Problems:
-    """Yield the fields in which a sample differs from what the target gives for its ids [1, L]."""
+    """Yield the fields in which a sample differs from the target's outputs for its ids [1, L]."""
     stored, positions = row.tensors, row.positions
     aux, pre_norm, post_norm = (
         each[0] for each in capture(model, ids, torch.ones_like(ids), [*row.cache.aux_layer_ids])
@@ -436,9 +439,9 @@ def _native_compared(row: StoredSample, model: Any, head: TargetHead, ids: Tenso
 def _dense_differences(
     cache: DenseCache, model: Any, device: torch.device, numbers: Sequence[int], progress: Progress
 ) -> Problems:
-    """Yield where some samples are not what a target gives for them, and a mask that is not shifted.
+    """Yield the differences of samples from the target's outputs, and a mask that is not shifted.
 
-    model: on `device`. Raises: NotChecked where the manifest does not say what was captured; CacheError.
+    model: on `device`. Raises: NotChecked if the manifest does not name the captured blocks; CacheError.
     """
     if not cache.aux_layer_ids:
         raise NotChecked("cannot be checked: manifest.json has no aux_layer_ids, so what was captured is not known")
@@ -468,7 +471,7 @@ def _dense_differences(
 
 
 class _Again:
-    """Runs a target over samples of a cache."""
+    """Runs a target over samples of a dense cache."""
 
     def __init__(self, cache: DenseCache, model: Any, device: torch.device) -> None:
         self._cache, self._device = cache, device
@@ -497,7 +500,7 @@ class _Again:
         return [[token for _, token in tokens] for tokens in found]
 
     def differences(self, row: StoredSample, first: int) -> Iterator[CacheError]:
-        """Yield the fields in which a row differs from what the target gives for it with this first token."""
+        """Yield the fields in which a row differs from the target's outputs for it with this first token."""
         length = row.length
         ids = torch.cat([torch.tensor([first]), row.tensors["input_ids"][: length - 1]])
         loss = torch.cat([torch.zeros(1, dtype=torch.int64), row.tensors["loss_mask"][: length - 1]])
@@ -521,7 +524,7 @@ class _Again:
         return self._target.generate_batch(ids, torch.ones_like(ids), loss)
 
     def _candidates(self, rows: list[StoredSample]) -> list[int]:
-        """Return all ids of the vocabulary, those that are likely to begin a sample first."""
+        """Return all ids of the vocabulary, likely first tokens first."""
         counts: Counter[int] = Counter()
         for row in rows:
             counts.update(row.tensors["input_ids"][: row.length].tolist())
@@ -534,11 +537,11 @@ class _Again:
 
 
 def _unshifted(cache: DenseCache) -> Iterator[CacheError]:
-    """Yield that the loss mask is not shifted as the ids are, where the ids show it.
+    """Yield an error if the ids show that the loss mask is not shifted as they are.
 
-    Before a reply stands the last token of its header, the same in every chat. With a shifted mask that is the id one
-    slot before the first slot with loss. With a mask that is not shifted it is the id two slots before, and the first
-    token of the reply, which varies, stands between.
+    The last token of a reply's header comes before every reply and is the same in every chat. With a shifted mask its
+    id stands one slot before the first slot with loss; with an unshifted mask two slots before, and the reply's first
+    token, which varies, stands between.
     """
     one_before: Counter[int] = Counter()
     two_before: Counter[int] = Counter()

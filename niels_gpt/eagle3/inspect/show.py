@@ -1,4 +1,4 @@
-"""`inspect`: what a cache was made from and in which form, and the slots of one sample, as tables of text."""
+"""`inspect`: prints a cache's origin and form, and the slots of one sample, as tables of text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Decoder(Protocol):
     """Turns ids back into text."""
 
     def decode(self, ids: list[int], /) -> str:
-        """Return the text of some ids."""
+        """Return the text of ids."""
 
 
 # --- a cache ----------------------------------------------------------------------------------------------------------
@@ -42,13 +42,14 @@ class Decoder(Protocol):
 
 @refuse_malformed
 def description(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
-    """Return what a cache records about itself, ready for JSON.
+    """Return a cache's own records, ready for JSON.
 
-    manifest: all keys; of selected_token_ids the number and the first few. layout: dtype and shape of each field of a
-    sample; of a native cache, of each tensor's row. shard_bytes: of all shards together. sample_bytes: where all
-    samples have one size. num_shards, shards_found: declared and existing.
-    plan: sidecar/plan.json; None where there is none. has_receipts: whether this project wrote the shards. complete:
-    whether there is a meta.json; None for a cache that the producer of this project did not make.
+    manifest: all keys; selected_token_ids as count and first few.
+    layout: dtype and shape of each field of a sample; for a native cache, of each tensor's row.
+    shard_bytes: of all shards. sample_bytes: if all samples have one size.
+    num_shards, shards_found: declared and existing shards.
+    plan: content of plan.json, or None. has_receipts: whether this project wrote the shards.
+    complete: whether there is a meta.json; None for a cache that this project's producer did not build.
     Raises: FileNotFoundError, CacheError.
     """
     cache = open_cache(path, follow_links=follow_links)
@@ -66,7 +67,7 @@ def description(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
 
 
 def _sizes(cache: DenseCache | NativeCache) -> dict[str, Any]:
-    """Return dtype and shape of what is stored of a slot or token, and the sizes of a sample and of all shards."""
+    """Return dtype and shape of the stored fields, and the bytes of a sample and of all shards."""
     if isinstance(cache, NativeCache):
         rows = {name: (dtype, shape[1:]) for name, (dtype, shape) in cache.layout.tensors(0, 0, 0, 0).items()}
         sizes = {"shard_bytes": sum(_shard_bytes(cache, shard) for shard in cache.shards)}
@@ -80,7 +81,7 @@ def _sizes(cache: DenseCache | NativeCache) -> dict[str, Any]:
 
 
 def _shard_bytes(cache: DenseCache | NativeCache, shard: int) -> int:
-    """Return the size of a shard: of version 1 or 2 by the manifest, else of its file, 0 where it cannot be read."""
+    """Return a shard's bytes: by the manifest for a dense one, else of its file, 0 if that cannot be read."""
     if isinstance(cache, DenseCache):
         return cache.layout.shard_bytes(cache.files.rows_of(shard))
     with suppress(OSError):
@@ -90,7 +91,7 @@ def _shard_bytes(cache: DenseCache | NativeCache, shard: int) -> int:
 
 @refuse_malformed
 def summary(path: Path, *, follow_links: bool = False) -> Table:
-    """Return a cache's description as pairs of a name and a value. Raises: FileNotFoundError, CacheError."""
+    """Return a cache's description as pairs of name and value. Raises: FileNotFoundError, CacheError."""
     about = description(path, follow_links=follow_links)
     manifest, plan, selected = about["manifest"], about["plan"], about["manifest"]["selected_token_ids"]
     form, width, *more = (_native_form if is_native(manifest) else _dense_form)(about)
@@ -113,7 +114,7 @@ def summary(path: Path, *, follow_links: bool = False) -> Table:
 
 
 def _dense_form(about: dict[str, Any]) -> tuple[str, str, tuple[str, str]]:
-    """Return version, dtype and probabilities; how wide the samples are, and how many a shard has; a sample's size."""
+    """Return (form, width and shard size, a sample's size) of a dense cache as text."""
     manifest, size, topk = about["manifest"], about["sample_bytes"], about["manifest"].get("target_probs_topk")
     kept = f"the {topk:,} largest probabilities of each slot" if VALUES in about["layout"] else "all probabilities"
     return (
@@ -124,7 +125,7 @@ def _dense_form(about: dict[str, Any]) -> tuple[str, str, tuple[str, str]]:
 
 
 def _native_form(about: dict[str, Any]) -> tuple[str, str, tuple[str, str]]:
-    """Return version and dtypes; how long the samples may be, and how large a shard; what gives logits."""
+    """Return (form, length and shard size, the head) of a native cache as text."""
     manifest, head = about["manifest"], about["manifest"]["head"]
     parts = [f"norm {head['norm']}" + ("" if head["eps"] is None else f" with eps {head['eps']:g}")]
     parts += ["lm_head tied to the embeddings" if head["tied"] else "lm_head"]
@@ -139,14 +140,14 @@ def _native_form(about: dict[str, Any]) -> tuple[str, str, tuple[str, str]]:
 
 
 def _imported_text(imported: Any) -> str:
-    """Return which tool an imported cache is from, and how its layers and norm are known."""
+    """Return the tool of an imported cache, and how its layers and norm were determined."""
     samples = imported["proved"]["samples"]
     known = f"found with the target on {count_text(samples)} samples" if samples else "as stated, not compared"
     return _printable(f"from {imported['from']}; layers and norm {known}")
 
 
 def _state(about: dict[str, Any]) -> tuple[str, str]:
-    """Return whether a cache is complete, and what its sidecar holds where there is no plan, as text."""
+    """Return whether a cache is complete, and for a cache without a plan what its sidecar holds, as text."""
     if about["complete"] is not None:
         state = "complete" if about["complete"] else "not finished: precompute --resume continues it"
         return state, f"{PLAN_NAME} is missing: verify names what else is"
@@ -174,7 +175,7 @@ def _plan_rows(plan: dict[str, Any]) -> Table:
 
 
 def _flat(values: dict[str, Any], of: str = "") -> str:
-    """Return the values of nested objects on one line; sha256 are shortened, what is null is left out."""
+    """Return nested values on one line: sha256 shortened, nulls left out."""
     parts = []
     for name, value in values.items():
         if isinstance(value, dict):
@@ -186,7 +187,7 @@ def _flat(values: dict[str, Any], of: str = "") -> str:
 
 @refuse_malformed
 def shard_rows(path: Path, *, first: int = 5, follow_links: bool = False) -> Table:
-    """Return a table of the first shards: samples, bytes, and what their receipts count."""
+    """Return a table of the first shards: samples, bytes, and the counts in their receipts."""
     cache = open_cache(path, follow_links=follow_links)
     names = (
         "tokens",
@@ -214,7 +215,7 @@ def _printable(text: str) -> str:
 
 @refuse_malformed
 def sample_heading(path: Path, number: int, *, follow_links: bool = False) -> str:
-    """Return a sample's name, and how many tokens and positions it has.
+    """Return a sample's name, and its numbers of tokens and positions.
 
     Raises: FileNotFoundError, CacheError; ValueError for a sample that does not exist.
     """
@@ -247,12 +248,13 @@ def slot_rows(
     slots: int = 32,
     follow_links: bool = False,
 ) -> Table:
-    """Return a table of some slots of sample `number` of the cache: id, masks, likeliest draft tokens, norms.
+    """Return a table of slots of sample `number`: id, masks, likeliest draft tokens, norms.
 
-    Of a native cache it has the raw tokens: what is stored of each, the target's most probable token, and the
-    likeliest draft tokens by the target's head.
-    tokenizer: of the target, for the text of the ids; None: ids alone. begin: the first slot; slots: how many.
-    Raises: FileNotFoundError, CacheError; ValueError for a sample or a slot that does not exist.
+    A native cache has raw tokens instead: ids, the target's most probable token, and the likeliest draft tokens by the
+    target's head.
+
+    tokenizer: of the target, for the text of ids; None: ids only. begin: first slot. slots: how many.
+    Raises: FileNotFoundError, CacheError; ValueError for a sample or slot that does not exist.
     """
     row = _sample(open_cache(path, follow_links=follow_links), number)
     if not 0 <= begin < max(1, row.length):
@@ -296,7 +298,7 @@ def _token_rows(row: StoredSample, tokenizer: Decoder | None, chosen: range) -> 
 
 
 def _by_the_head(row: StoredSample, target_rows: list[int], tokenizer: Decoder | None) -> Iterator[str]:
-    """Yield of some target rows the likeliest draft tokens with their probabilities among the draft's tokens."""
+    """Yield the likeliest draft tokens of target rows, with their probabilities among the draft's tokens."""
     if target_rows:
         selected = row.cache.manifest["selected_token_ids"]
         with torch.no_grad():  # of all rows at once: lm_head is read once
@@ -306,7 +308,7 @@ def _by_the_head(row: StoredSample, target_rows: list[int], tokenizer: Decoder |
 
 
 def _likeliest(row: StoredSample, draft_ids: Tensor, probs: Tensor, tokenizer: Decoder | None) -> str:
-    """Return some draft tokens and their probabilities on one line, such as "7 .412, 3 .200"."""
+    """Return draft tokens and their probabilities on one line, such as "7 .412, 3 .200"."""
     selected, path = row.cache.manifest["selected_token_ids"], row.cache.path
     for index in draft_ids.tolist():
         if not 0 <= index < len(selected):
@@ -319,7 +321,7 @@ def _likeliest(row: StoredSample, draft_ids: Tensor, probs: Tensor, tokenizer: D
 
 
 def _norms(row: StoredSample, place: int) -> list[str]:
-    """Return the norm of each block's state of a slot or token; "-" where none is stored."""
+    """Return the norm of each block's state at a slot or token; "-" if none is stored."""
     if place >= len(row.tensors[AUX]):
         return ["-"] * len(row.cache.aux_layer_ids)
     return [f"{norm:.3g}" for norm in row.states(place).float().norm(dim=-1).tolist()]

@@ -1,4 +1,4 @@
-"""`stats`: a cache in numbers: tokens, loss, sizes, lengths, probability mass, entropy, norms; and as a picture."""
+"""`stats`: a cache's figures as numbers and as a picture: tokens, loss, sizes, lengths, mass, entropy, norms."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from niels_gpt.display.numbers import count_text, number_of, size_text
+from niels_gpt.display.pictures import new_figure, plain_axes, png, set_title
 from niels_gpt.eagle3.format.layout import shard_path
 from niels_gpt.eagle3.inspect.forms import DenseCache, NativeCache, open_cache
 from niels_gpt.eagle3.inspect.opened import AUX, PROBS, VALUES, refuse_malformed
 from niels_gpt.eagle3.target import CHUNK_VALUES
-from niels_gpt.pictures import new_figure, plain_axes, png, set_title
-from niels_gpt.progress import Progress
+from niels_gpt.work import Progress
 
 if TYPE_CHECKING:  # at run time inside the functions: loading matplotlib takes a second
     from matplotlib.axes import Axes
@@ -54,7 +54,7 @@ class Mass(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Numbers of one cache."""
+    """Figures of one cache."""
 
     num_shards: int
     lengths: NDArray[np.int64]
@@ -83,7 +83,7 @@ class Stats:
     """What is said of `kept_mass`, as a pair of a name and a text; nothing where a form has no top k."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything ready for JSON, with percentiles in place of the lists of numbers."""
+        """Return everything ready for JSON, with percentiles instead of lists of numbers."""
         tokens, supervised, positions = (int(each.sum()) for each in (self.lengths, self.supervised, self.positions))
         return {
             "samples": len(self.lengths),
@@ -103,7 +103,7 @@ class Stats:
         }
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return everything as pairs of a name and a text."""
+        """Return everything as pairs of name and text."""
         values, entropies = self.as_json(), number_of(len(self.entropy), "position")
         norms = ", ".join(f"block {layer} {norm:.3g}" for layer, norm in self.norms.items()) or "none"
         return [
@@ -136,17 +136,17 @@ def _percentiles(values: NDArray[Any]) -> dict[str, float]:
 
 
 def _spread(numbers: dict[str, float], form: str) -> str:
-    """Return what `_percentiles` returns as text. form: of a number, as in a format string."""
+    """Return the result of `_percentiles` as text. form: format of a number."""
     return ", ".join(f"{name} {format(value, form)}" for name, value in numbers.items()) or "none"
 
 
 @refuse_malformed
 def stats(path: Path, *, seed: int = 0, progress: Progress | None = None, follow_links: bool = False) -> Stats:
-    """Return the numbers of a cache. All ids and masks are read; of the floats at most MAX_SLOTS slots.
+    """Return a cache's figures. Reads all ids and masks, and the floats of at most MAX_SLOTS slots.
 
-    seed: of the choice of the slots. progress: its items and units are shards.
+    seed: draws the slots. progress: counts shards.
     follow_links: read files that are links, as in a snapshot of the Hugging Face hub.
-    Raises: FileNotFoundError, CacheError where the cache is not whole.
+    Raises: FileNotFoundError, CacheError if the cache is not whole.
     """
     cache = open_cache(path, follow_links=follow_links)
     counts = [np.zeros((0, 5 if isinstance(cache, NativeCache) else 3), np.int64)]
@@ -165,7 +165,7 @@ def stats(path: Path, *, seed: int = 0, progress: Progress | None = None, follow
 
 
 def _on_disk(cache: DenseCache | NativeCache) -> dict[str, int]:
-    """Return the bytes of all shards, holes included, and without them."""
+    """Return the bytes of all shards, with holes and without."""
     sizes = [os.stat(shard_path(cache.folder, shard)) for shard in range(cache.num_shards)]
     by_blocks = sum(size.st_blocks * 512 for size in sizes)
     return {"shard_bytes": sum(size.st_size for size in sizes), "disk_bytes": by_blocks}
@@ -179,14 +179,14 @@ def _disk_rows(sizes: dict[str, Any], note: str) -> list[tuple[str, str]]:
 
 
 def _drawn(total: int, seed: int) -> NDArray[np.int64]:
-    """Return at most MAX_SLOTS different numbers below `total`, rising; all where there are no more."""
+    """Return at most MAX_SLOTS different numbers below `total`, ascending; all if there are no more."""
     if total <= MAX_SLOTS:
         return np.arange(total)
     return np.unique(torch.randint(total, (MAX_SLOTS,), generator=torch.Generator().manual_seed(seed)).numpy())
 
 
 def _mean_norms(cache: DenseCache | NativeCache, sums: NDArray[np.float64], count: int) -> dict[int, float]:
-    """Return the mean of `count` norms of each block; {} of none."""
+    """Return the mean of `count` norms for each block; {} for none."""
     return dict(zip(cache.aux_layer_ids, (sums / count).tolist(), strict=True)) if count else {}
 
 
@@ -194,7 +194,7 @@ def _mean_norms(cache: DenseCache | NativeCache, sums: NDArray[np.float64], coun
 
 
 def _of_dense(cache: DenseCache, counts: NDArray[np.int64], seed: int) -> dict[str, Any]:
-    """Return the rest of the Stats. counts: as `DenseCache.counted`, of all samples."""
+    """Return the other fields of Stats. counts: from `DenseCache.counted`, of all samples."""
     entropy, norms = _entropy_and_norms(cache, counts[:, 2], seed)
     tokens, layout, kept_mass = int(counts[:, 0].sum()), cache.layout, _mass(cache, "kept_mass", "positions")
     padding, disk = 1 - tokens / max(1, len(counts) * layout.seq_length), _on_disk(cache)
@@ -213,7 +213,7 @@ def _of_dense(cache: DenseCache, counts: NDArray[np.int64], seed: int) -> dict[s
 
 
 def _mass(cache: DenseCache, name: str, by: str) -> Mass | None:
-    """Return a probability mass of each shard and of all, from the receipts; None unless all of them have it."""
+    """Return a probability mass from the receipts, of each shard and in all; None unless all receipts have it."""
     masses: list[tuple[float, int]] = []
     for shard in range(cache.num_shards):
         sums = cache.facts(shard)
@@ -255,14 +255,14 @@ def _entropy_and_norms(
 
 
 def _of_native(cache: NativeCache, counts: NDArray[np.int64], by_shard: Sequence[int], seed: int) -> dict[str, Any]:
-    """Return the rest of the Stats. counts: as `NativeCache.counted`, of all samples; by_shard: rows with loss."""
+    """Return the other fields of Stats. counts: of all samples, by `NativeCache.counted`. by_shard: rows with loss."""
     entropy, norms, mass = _by_the_head(cache, by_shard, seed)
     sizes, size_rows = _native_sizes(cache, counts[:, [0, 3, 4]])
     return {"draft_mass": mass, "entropy": entropy, "norms": norms, "sizes": sizes, "size_rows": size_rows}
 
 
 def _native_sizes(cache: NativeCache, counts: NDArray[np.int64]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the sizes of shards, their parts and the weights. counts: int64 [n, 3], as `NativeLayout.token_bytes`."""
+    """Return the sizes of shards, tensors and weights. counts: int64 [n, 3], see `NativeLayout.token_bytes`."""
     tokens, aux_rows, target_rows = counts.sum(0).tolist()
     disk, weights = _on_disk(cache), os.stat(cache.folder / cache.WEIGHTS).st_size
     dtype = str(cache.manifest["aux_dtype"])
@@ -293,9 +293,9 @@ def _native_sizes(cache: NativeCache, counts: NDArray[np.int64]) -> tuple[dict[s
 def _by_the_head(
     cache: NativeCache, supervised: Sequence[int], seed: int
 ) -> tuple[NDArray[np.float64], dict[int, float], Mass | None]:
-    """Return entropies, mean norms of the blocks' states, and the mass in the draft's vocabulary at drawn rows.
+    """Return entropies, mean norms and draft vocabulary mass at drawn target rows.
 
-    supervised: the target rows with loss of each shard. Entropies and norms are those of the positions among the rows.
+    Entropies and norms are taken at the positions among these rows. supervised: target rows with loss of each shard.
     """
     entropies: list[float] = []
     sums, masses = np.zeros(len(cache.aux_layer_ids)), list[list[float]]()
@@ -323,9 +323,9 @@ def _by_the_head(
 
 
 def _distributions(cache: NativeCache, tensors: dict[str, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mass in the draft's vocabulary and the entropy of the distribution over it, of some target rows.
+    """Return the mass in the draft's vocabulary, and the entropy of the distribution over it, for target rows.
 
-    The mass is exact: the draft's logits against the log-normalizer of all. Logits are made of many rows at once.
+    The mass is exact: the draft's logits against the log-normalizer of all. Logits are computed for many rows at once.
     """
     ids = cache.manifest["selected_token_ids"]
     masses, entropies = [torch.zeros(0)], [torch.zeros(0, dtype=torch.float64)]
@@ -341,9 +341,9 @@ def _distributions(cache: NativeCache, tensors: dict[str, Tensor], rows: Tensor)
 
 
 def plot(numbers: Stats, name: str) -> bytes:
-    """Return a PNG of 720 x 280 pixels, some 10 kB. name: of the cache, for the title.
+    """Return a PNG of 720 x 280 pixels, about 10 kB. name: of the cache, for the title.
 
-    Raises: ImportError without matplotlib, which the extra `pipelines` brings.
+    Raises: ImportError without matplotlib (the extra `pipelines`).
     """
     figure = new_figure(_WIDTH, _HEIGHT, layout="constrained")
     supervised = 100 * numbers.as_json()["supervised_share"]

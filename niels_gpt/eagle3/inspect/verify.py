@@ -1,8 +1,8 @@
-"""verify: makes the checks of a finished cache, each file and sample once, and collects what they find.
+"""verify: makes the checks of a finished cache, reading each file and sample once, and collects their findings.
 
-`_questions` says which functions answer which check of checks.py. A cache is read in pieces of some megabytes. A check
-that needs a sidecar or a plan is not made where a cache never had one, and the verdict says so. A file that is missing
-for several checks is reported by `complete` alone.
+`_questions` maps each check of checks.py to its functions. A cache is read in pieces of some megabytes. A check that
+needs a sidecar or a plan is not made for a cache that never had one, and its verdict says so. A file that several
+checks miss is reported by `complete` alone.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from niels_gpt.eagle3.inspect.opened import (
     weight_row,
 )
 from niels_gpt.eagle3.totals import FEW
-from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import MOST_PROBLEMS, Figures, Place, PlacedProblem, Verdict, first_problems, place_of
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_name, file_records, meta_crc32, parse_object, shortened
+from niels_gpt.work import Progress
 
 _RECEIPT = re.compile(r"shard-(.*)\.json", re.DOTALL)
 _INDEX = re.compile(r"[0-9]{6}")
@@ -74,14 +74,14 @@ def verify(
     progress: Progress | None = None,
     follow_links: bool = False,
 ) -> dict[str, Verdict]:
-    """Return the verdict of each check by its name, in the order of CHECKS; `recomputed` has its own function.
+    """Make checks; return their verdicts by name, in the order of CHECKS. `recomputed` has its own function.
 
-    path: the public folder; it is resolved once, so all checks read one version.
-    names: the checks to make; None: all.
-    progress: called with the passes over a shard that are finished, the bytes read, and the bytes of all passes.
+    path: the public folder; resolved once, so all checks read one version.
+    names: checks to make; None: all.
+    progress: called with finished passes over a shard, bytes read, and the bytes of all passes.
     follow_links: read files that are links, as in a snapshot of the Hugging Face hub; else they are problems.
-    Raises: FileNotFoundError and CacheError where the manifest cannot be read; ValueError for a name that is no check.
-        Damage to anything else is a problem of the checks that need it.
+    Raises: FileNotFoundError and CacheError if the manifest cannot be read; ValueError for an unknown name. Any other
+        damage is a problem of the checks that need the file.
     """
     passes_done, bytes_done, total = 0, 0, 0
 
@@ -113,7 +113,7 @@ def verify(
 
 
 def _shard_sizes(cache: Eagle3Cache) -> dict[int, int]:
-    """Return the shards to read, and their sizes; none where the manifest does not say which, as `complete` reports."""
+    """Return the shards to read and their sizes; {} if the manifest does not name them, as `complete` reports."""
     sizes = dict[int, int]()
     with suppress(CacheError):
         for shard in cache.shards:
@@ -155,7 +155,7 @@ class Questions:
 
 
 def _questions(cache: Eagle3Cache) -> dict[str, Questions]:
-    """Return which functions answer which check, in the order of CHECKS."""
+    """Map each check to its functions, in the order of CHECKS."""
     distribution = Questions(per_row=_not_distributions, measured=_say_samples)
     if isinstance(cache, NativeCache):
         distribution = Questions(per_shard=_not_by_the_head, per_row=_not_target_rows, measured=_say_samples)
@@ -172,7 +172,7 @@ def _questions(cache: Eagle3Cache) -> dict[str, Questions]:
 
 
 class Report:
-    """What one check found: MOST_PROBLEMS problems at most, each once, or why the check was not made."""
+    """One check's findings: at most MOST_PROBLEMS problems, each once, or why the check was not made."""
 
     def __init__(self, cache: Eagle3Cache) -> None:
         self._cache = cache
@@ -183,7 +183,7 @@ class Report:
         self.measured = Figures()
 
     def ask(self, question: Callable[..., Problems], *arguments: object) -> None:
-        """Add what a function yields; what it raises is a problem too."""
+        """Add the problems that a function yields; its error is a problem too."""
         if len(self._problems) > MOST_PROBLEMS or self._note:
             return
         try:
@@ -207,7 +207,7 @@ class Report:
         self._problems[str(problem)] = places
 
     def ask_once(self, questions: Questions) -> None:
-        """Ask what is asked once in a cache. Where remarks and figures cannot be told, the problems say why."""
+        """Ask the questions about the whole cache. If remarks or figures fail, the problems say why."""
         if questions.once:
             self.ask(questions.once, self._cache)
         with suppress(NotChecked, *_MALFORMED):
@@ -219,7 +219,7 @@ class Report:
                 self._figures = questions.figures(self._cache)
 
     def verdict(self) -> Verdict:
-        """Return what was found so far. Messages name the public folder, not the version's."""
+        """Return the findings so far. Messages name the public folder instead of the version's."""
         folder, path = str(self._cache.folder), str(self._cache.path)
         found = (PlacedProblem(text.replace(folder, path), places) for text, places in self._problems.items())
         problems, remarks = first_problems(found), first_problems(text.replace(folder, path) for text in self._remarks)
@@ -240,7 +240,7 @@ def _say_files(cache: Eagle3Cache, figures: Figures) -> None:
 
 
 def _incomplete(cache: Eagle3Cache) -> Problems:
-    """Yield files that are missing, left over, or of another form; where none is, raise what the reader raises."""
+    """Yield files that are missing, left over or of another form; without any, open every shard with the reader."""
     is_complete = True
     for problem in _wrong_files(cache):
         is_complete = False
@@ -291,7 +291,7 @@ def _missing_files(cache: Eagle3Cache) -> Problems:
 
 
 def _unused_files(cache: Eagle3Cache) -> Problems:
-    """Yield harmless files: temporary ones of killed writers, and files in the sidecar that nothing reads."""
+    """Yield harmless files: temporary files of killed writers, and sidecar files that nothing reads."""
     left = "left by a writer that was killed. It is not read; --resume removes it"
     for path in (*_files(cache.folder), *_files(cache.folder / SIDECAR)):
         name, is_ours = path.name, path.parent == cache.folder
@@ -327,7 +327,7 @@ def _wrong_vocabulary(cache: Eagle3Cache) -> Problems:
 
 
 def _wrong_checksums(cache: Eagle3Cache) -> Problems:
-    """Yield where meta.json, or a file that it names, has another checksum; the shards have their own function."""
+    """Yield a meta.json, or files listed in it, with another checksum; shards have their own function."""
     if not cache.is_ours:
         raise NotChecked(FOREIGN)
     path = cache.folder / META_NAME
@@ -390,7 +390,7 @@ def _wrong_shard(cache: Eagle3Cache, shard: int) -> Problems:
 
 
 def _weights_not_finite(cache: Eagle3Cache) -> Problems:
-    """Yield the first number of each of the target's weights that is not finite."""
+    """Yield the first number that is not finite in each of the target's weights."""
     for name, weight in cache.weights().items():
         for start, wrong, _ in _wrong_numbers(weight):
             what = weight_row(name, start + int(wrong.nonzero()[0, 0]))
@@ -400,7 +400,7 @@ def _weights_not_finite(cache: Eagle3Cache) -> Problems:
 
 
 def _not_finite(row: StoredSample) -> Problems:
-    """Yield the first NaN or infinity of each float field, with the number of slots or tokens that hold one."""
+    """Yield the first NaN or infinity of each float field, and how many slots or tokens have one."""
     cache = row.cache
     for name, values, places in row.fields():
         wrong_rows, first = 0, ""
@@ -414,7 +414,7 @@ def _not_finite(row: StoredSample) -> Problems:
 
 
 def _wrong_numbers(values: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the parts [rows, width] of a tensor with numbers that are not finite: first row, where, and the chunk."""
+    """Yield the chunks [rows, width] of a tensor that are not finite: first row, mask of bad numbers, chunk."""
     for start, chunk in _chunks(values) if values.is_floating_point() else ():
         if chunk.dtype == torch.float8_e4m3fn:  # has NaN, and no infinity
             wrong = (chunk.view(torch.uint8) & 0x7F) == 0x7F
@@ -428,7 +428,7 @@ def _wrong_numbers(values: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def _chunks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield a tensor in pieces [rows, width] of at most _CHUNK values: the number of the first row, and the piece."""
+    """Yield a tensor in chunks [rows, width] of at most _CHUNK values, each with the number of its first row."""
     tensor = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
     step = max(1, _CHUNK // max(1, tensor.shape[-1]))
     for start in range(0, len(tensor) if tensor.numel() else 0, step):
@@ -448,7 +448,7 @@ def _other_samples(cache: Eagle3Cache) -> Problems:
 
 
 def _other_ids(row: StoredSample) -> Problems:
-    """Yield where the stored ids and masks are not those of the source's row."""
+    """Yield differences of the stored ids and masks from the source's row."""
     for name, stored, wanted in row.cache.beside(row):
         for at, so in _first(row, stored != wanted):
             found = f"{name} is {int(stored[at])} at {row.cache.unit} {at}"
@@ -456,7 +456,7 @@ def _other_ids(row: StoredSample) -> Problems:
 
 
 def _first(row: StoredSample, wrong: Any) -> Iterator[tuple[int, str]]:
-    """Yield the first place where `wrong`, bool [rows], is true, and a note on how many there are; else nothing."""
+    """Yield the first true place of `wrong`, bool [rows], and a note on their number; nothing if none is true."""
     found = np.flatnonzero(np.asarray(wrong))
     if len(found):
         yield int(found[0]), f"; wrong {row.cache.within(len(found))}"
@@ -466,7 +466,7 @@ def _first(row: StoredSample, wrong: Any) -> Iterator[tuple[int, str]]:
 
 
 def _not_distributions(row: StoredSample) -> Problems:
-    """Yield what is wrong with the target's distribution and with the mask that says where it counts."""
+    """Yield faults of the target's distribution, and of the mask that says where it counts."""
     length, supervised, loss = row.length, row.tensors["position_mask"][:, 0], row.tensors["loss_mask"]
     for slot, so in _first(row, supervised & (loss != 1)):
         yield row.problem(f"position_mask is true at slot {slot} where loss_mask is 0", f"false{so}")
@@ -522,7 +522,7 @@ def _wrong_top_k(row: StoredSample, length: int) -> Problems:
 
 
 def _not_target_rows(row: StoredSample) -> Problems:
-    """Yield what no target can have said, and a scale that no fp8 writer writes."""
+    """Yield impossible target ids, and scales that no fp8 writer writes."""
     argmax, scales, positions = row.tensors["argmax_ids"], row.tensors.get("aux_scales"), row.positions
     size = row.cache.vocab_size
     for at, so in _first(row, argmax >= size):
@@ -533,7 +533,7 @@ def _not_target_rows(row: StoredSample) -> Problems:
 
 
 def _not_by_the_head(cache: NativeCache, shard: int) -> Problems:
-    """Yield where log-normalizer or argmax of some target rows, spread over a shard, are not those of their states."""
+    """Yield target rows, spread over a shard, whose log-normalizer or argmax contradicts their states."""
     mapped = cache.opened(shard)
     cache.tick(sum(tensor.nbytes for tensor in mapped.tensors.values()))  # the rest is not read
     starts = mapped.starts[:, 2]

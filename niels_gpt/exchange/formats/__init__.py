@@ -1,13 +1,13 @@
-"""The formats of other tools, one module each: `write` makes their files of a cache, `read` looks into their files.
+"""The formats of other tools, one module each: `write` exports a cache, `read` looks into a folder.
 
 nanogpt.py         train.bin and val.bin: ids without a header
 modded_nanogpt.py  .bin files with a header
 megatron.py        pairs of .bin and .idx
 datatrove.py       .ds with .ds.index and .ds.metadata
 olmo.py            .npy without a header, and .csv.gz
-hf.py              parquet files of `datasets`; rows with input_ids, as they are read
-litdata.py         a folder a split, with chunk-0-N.bin and index.json
-listing.py         the token files of a folder: splits, order, what lies beside them; what several of them write alike
+hf.py              parquet files of `datasets`; reads any rows with input_ids
+litdata.py         a folder for each split, with chunk-0-N.bin and index.json
+listing.py         lists the token files of a folder: splits, order, companions; shared pieces of the writers
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from niels_gpt.exchange.output import Output, TokenCache
 
 
 class Read(Protocol):
-    """Look into a folder or file."""
+    """Type of a function that looks into a folder or file."""
 
     def __call__(self, source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
-        """Return what is there; its headers, sizes and borders are checked, and no ids are read.
+        """Describe a folder or file. Checks headers, sizes and borders, and reads no ids.
 
-        val_glob: as of `foreign.split_of`. vocab_size: of the ids; tells how wide they are where no file says it.
-        Raises: FileNotFoundError; CacheError E221 for what is not of this format.
+        val_glob: pattern for the files of val; see `foreign.split_of`. vocab_size: tells the width of ids if no file
+            does.
+        Raises: FileNotFoundError; CacheError E221 for anything but this format.
         """
 
 
 @dataclass(frozen=True)
 class Format:
-    """One format. Which kinds it can hold, the kinds say: `Kind.formats`."""
+    """One format. `Kind.formats` tells which kinds of cache it can hold."""
 
     name: str
-    """As --to and --from name it."""
+    """Value of --to and --from."""
     about: str
-    """A line for --help."""
+    """Line for --help."""
     write: Callable[[TokenCache, Output], None]
-    """Write a cache. Raises: CacheError E220 for a cache that the format cannot hold."""
+    """Writes a cache. Raises: CacheError E220 if the format cannot hold it."""
     read: Read
-    """Look into a folder or file."""
+    """Looks into a folder or file."""
 
 
 _ALL = (
@@ -57,4 +58,4 @@ _ALL = (
     Format("litdata", "chunks of litdata for its TokensLoader, a folder a split", litdata.write, litdata.read),
 )
 FORMATS = {each.name: each for each in _ALL}
-"""Every format by its name."""
+"""All formats by name."""

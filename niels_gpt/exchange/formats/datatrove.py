@@ -36,7 +36,7 @@ _MAX_NAME = 200
 
 
 def write(cache: TokenCache, output: Output) -> None:
-    """Link each shard as SPLIT/NNNNN.ds, and write its .ds.index, .ds.metadata, and .ds.loss of an sft cache."""
+    """Link each shard as SPLIT/NNNNN.ds. Write its .ds.index, .ds.metadata, and .ds.loss for an sft cache."""
     for split in SPLITS:
         for file in cache.files(split):
             name = f"{split}/{file.number:05d}.ds"
@@ -49,7 +49,7 @@ def write(cache: TokenCache, output: Output) -> None:
 
 
 def _metadata(cache: TokenCache, tokens: int) -> bytes:
-    """Return what datatrove's TokenizedFile.write_final_metadata writes, with humanize 4.16."""
+    """Return the bytes that datatrove's TokenizedFile.write_final_metadata writes, with humanize 4.16."""
     width, sha256 = cache.dtype.itemsize, cache.meta.get("tokenizer_sha256")
     named = (cache.meta.get("imported") or {}).get("tokenizer")
     if not isinstance(named, str) or not named.isprintable() or "|" in named or not 0 < len(named) <= _MAX_NAME:
@@ -58,7 +58,7 @@ def _metadata(cache: TokenCache, tokens: int) -> bytes:
 
 
 def _metric(tokens: int) -> str:
-    """Return a count in three digits with a prefix, as `humanize.metric(tokens, unit="T")`."""
+    """Return a count in three digits with a prefix, like `humanize.metric(tokens, unit="T")`."""
     exponent = math.floor(math.log10(tokens)) if tokens else 0
     value, digits = tokens / 10 ** (exponent // 3 * 3), 2 - exponent % 3
     if round(value, digits) >= 10 ** (exponent % 3 + 1):  # 9.999 is 10.0
@@ -68,7 +68,7 @@ def _metric(tokens: int) -> str:
 
 
 def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
-    """Look into a folder of .ds files. Raises: CacheError E221 where nothing says how wide the ids are."""
+    """Look into a folder of .ds files. Raises: CacheError E221 if nothing tells the width of the ids."""
     listing, tokenizer, files = listed(source, ".ds", "datatrove", val_glob), set[str](), []
     for each in listing.files:
         index, about = each.beside(f"{each.name}.index"), each.beside(f"{each.name}.metadata")
@@ -88,7 +88,10 @@ def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = 
 
 
 def _read_metadata(path: Path) -> tuple[str | None, int, int | None]:
-    """Return the tokenizer's name, the bytes of an id, and the tokens; None if not known. Raises: CacheError E221."""
+    """Return the tokenizer's name, the bytes of an id, and the tokens; None for each that is unknown.
+
+    Raises: CacheError E221 for a malformed file.
+    """
     first, stated, *_ = [*read_regular(path, 1 << 16).decode(errors="replace").split("\n"), ""]
     name, bar, width = first.rpartition("|")
     if not bar or width not in ("2", "4"):

@@ -38,7 +38,7 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import id_of_line
 from niels_gpt.storage.meta_json import open_regular, path_inside
 from niels_gpt.storage.parquet_pages import pages_of
-from niels_gpt.tokenizers.vocabulary import end_of_documents
+from niels_gpt.tokenizers.document_tokens import end_of_documents
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,17 +48,17 @@ _GROUP_TOKENS = 1 << 20
 MASKS = ("loss_mask", "label_mask", "assistant_masks", "completion_mask")
 _ROWS, _BATCH_VALUES, _READ_BYTES = 512, 1 << 20, 1 << 18
 _BATCH_BYTES = 1 << 28
-"""Bytes of the names of some rows, at most: a file may have one long name for all."""
+"""Most bytes of the names in a batch: a file may repeat one long name."""
 _MAX_BATCH = 1 << 30
-"""Bytes of a packed batch of an arrow file when unpacked, all columns together."""
+"""Most bytes of a batch of an arrow file after unpacking, all columns together."""
 _MAX_FOOTER = 1 << 26
-"""Bytes of a text or entries of a list in the footer of a parquet file."""
+"""Most bytes of a text, or entries of a list, in the footer of a parquet file."""
 MAX_ROW = 1 << 25
-"""Tokens of a row, and values in a page: a text of 64 MiB has about a quarter of them."""
+"""Most tokens of a row, and values in a page: a text of 64 MiB has about a quarter of them."""
 _MAX_PAGE = 9 * MAX_ROW
-"""Bytes of a page, uncompressed: ids of 64 bits, and what says where rows end."""
+"""Most bytes of a page after unpacking: ids of 64 bits, and levels that tell where rows end."""
 _MAX_NAME = 1 << 16
-"""Bytes of a row's id."""
+"""Most bytes of a row's id."""
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ _MAX_NAME = 1 << 16
 def write(cache: TokenCache, output: Output) -> None:
     """Write a parquet file for each shard in which a document begins.
 
-    Raises: CacheError E220 for a document of more than MAX_ROW tokens; ImportError.
+    Raises: CacheError E220 for a document of more than MAX_ROW tokens; ImportError without pyarrow.
     """
     if cache.kind.has("rows"):
         for split, name in SPLIT_NAMES.items():
@@ -90,7 +90,7 @@ def write(cache: TokenCache, output: Output) -> None:
 
 
 def _row_batches(rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
-    """Yield rows of a kind as batches of about _GROUP_TOKENS values of their longest column."""
+    """Yield rows in batches of about _GROUP_TOKENS values of their longest column."""
     import pyarrow as pa
 
     def column(values: list[Any], sample: Any) -> pa.Array:
@@ -113,7 +113,7 @@ def _row_batches(rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
 
 
 class _Documents:
-    """The documents of a split as rows, read once from the first to the last."""
+    """Documents of a split as rows, read once from first to last."""
 
     def __init__(self, cache: TokenCache, split: str) -> None:
         self._files, self._bounds = cache.files(split), cache.bounds(split)
@@ -124,12 +124,12 @@ class _Documents:
         self._left: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
 
     def beginning_in(self, file: TokenFile) -> tuple[int, int]:
-        """Return the first document that begins in a file, and the one after the last."""
+        """Return the number of the first document that begins in a file, and the number after the last."""
         first, end = np.searchsorted(self._bounds[:-1], (file.first, file.first + file.tokens))
         return int(first), int(end)
 
     def batches(self, first: int, end: int) -> Iterator[pa.RecordBatch]:
-        """Yield documents first to end - 1, about _GROUP_TOKENS tokens at a time."""
+        """Yield documents `first` to `end` - 1, about _GROUP_TOKENS tokens at a time."""
         while first < end:
             most = int(np.searchsorted(self._bounds, self._bounds[first] + _GROUP_TOKENS, side="right")) - 1
             until = min(max(most, first + 1), end)
@@ -162,7 +162,7 @@ class _Documents:
         return np.concatenate(parts).astype(np.int32)
 
     def _take(self, count: int) -> NDArray[np.bool_]:
-        """Return which of the next `count` tokens carry loss."""
+        """Return whether each of the next `count` tokens carries loss."""
         assert self._loss is not None
         parts = [self._left]
         while sum(map(len, parts)) < count:
@@ -179,7 +179,7 @@ def _lists(offsets: NDArray[np.int32], values: NDArray[Any]) -> pa.Array:
 
 
 class _Sink(io.RawIOBase):
-    """A file that keeps its content until it is taken."""
+    """A file object that keeps its content until it is taken."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -202,7 +202,7 @@ class _Sink(io.RawIOBase):
 
 
 def _parquet(batches: Iterator[pa.RecordBatch]) -> Iterator[bytes]:
-    """Yield the bytes of a parquet file, a row group for each batch."""
+    """Yield the bytes of a parquet file with a row group for each batch."""
     import pyarrow.parquet as pq
 
     sink, writer = _Sink(), None
@@ -226,8 +226,8 @@ def _parquet(batches: Iterator[pa.RecordBatch]) -> Iterator[bytes]:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-class _Some(NamedTuple):
-    """Some rows."""
+class _Rows(NamedTuple):
+    """Some rows of a file."""
 
     ids: NDArray[Any]
     lengths: NDArray[np.int64]
@@ -237,23 +237,23 @@ class _Some(NamedTuple):
     empty: int
 
 
-class _Looked(NamedTuple):
-    """A file that was read once."""
+class _FileFacts(NamedTuple):
+    """Facts about a file that was read once."""
 
     tokens: int
     is_masked: bool
-    """Whether a token is known to carry no loss."""
+    """Whether some token is known to carry no loss."""
     has_loss: bool
     has_names: bool
 
 
 def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
-    """Look into a folder of parquet files or of `save_to_disk`, or into one file: every row is read once.
+    """Look into a folder of parquet files or of `save_to_disk`, or into one file. Reads every row once.
 
-    Raises: FileNotFoundError; CacheError E221 for a file without lists of ids in `input_ids`, labels that are not the
-        row's ids, and masks in some files alone; E205 for a link; ImportError.
+    Raises: FileNotFoundError; CacheError E221 for a file without lists of ids in `input_ids`, for labels that differ
+        from the row's ids, and for masks in some files only; E205 for a link; ImportError without pyarrow.
     """
-    manifest, noticed, found = read_manifest(source, "hf"), Counter[str](), list[tuple[str, str, Path, _Looked]]()
+    manifest, noticed, found = read_manifest(source, "hf"), Counter[str](), list[tuple[str, str, Path, _FileFacts]]()
     names = names_below(source, ".parquet") or names_below(source, ".arrow")
     for name in names:
         path, split = path_inside(source if source.is_dir() else source.parent, name), split_of(name, val_glob)
@@ -272,7 +272,7 @@ def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = 
     return ForeignFolder(sorted(files, key=lambda file: SPLITS.index(file.split)), noticed=+noticed, **known)
 
 
-def _look(path: Path, noticed: Counter[str]) -> _Looked:
+def _look(path: Path, noticed: Counter[str]) -> _FileFacts:
     tokens, is_masked, has_loss, has_names = 0, False, False, False
     for some in _rows(path):
         tokens += len(some.ids)
@@ -280,10 +280,10 @@ def _look(path: Path, noticed: Counter[str]) -> _Looked:
         noticed["empty_rows"] += some.empty
         has_loss, has_names = some.loss is not None, some.names is not None
         is_masked = is_masked or (some.loss is not None and not bool(some.loss.all()))
-    return _Looked(tokens, is_masked, has_loss, has_names)
+    return _FileFacts(tokens, is_masked, has_loss, has_names)
 
 
-def _file(split: str, name: str, path: Path, looked: _Looked, is_masked: bool) -> ForeignFile:
+def _file(split: str, name: str, path: Path, looked: _FileFacts, is_masked: bool) -> ForeignFile:
     if is_masked and not looked.has_loss:
         raise CacheError(path, "has no labels and no mask, and other files have", code="E221")
     more: dict[str, Any] = {"loss": partial(_loss, path)} if is_masked else {}
@@ -308,8 +308,8 @@ def _names(path: Path) -> Iterator[str]:
     return (name for some in _rows(path) for name in some.names or ())
 
 
-def _rows(path: Path) -> Iterator[_Some]:
-    """Yield the rows of a file in order, some at a time, padding and empty rows left out."""
+def _rows(path: Path) -> Iterator[_Rows]:
+    """Yield batches of rows in order, without padding and empty rows."""
     import pyarrow as pa
 
     first = 0
@@ -348,13 +348,13 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _read_of(names: list[str]) -> list[str]:
-    """Return which of some columns are read: of those that say which tokens carry loss, the first."""
+    """Return the columns to read: of the columns that tell which tokens carry loss, only the first."""
     loss = [name for name in ("labels", *MASKS) if name in names]
     return [name for name in names if name in ("id", "input_ids", "attention_mask", *loss[:1])]
 
 
 def _arrow_rows(batch: pa.RecordBatch) -> int:
-    """Return how many rows of a batch have about _BATCH_VALUES, anywhere in it."""
+    """Return how many rows of a batch have about _BATCH_VALUES values, wherever they stand."""
     import pyarrow.compute as pc
 
     lists = [column for column in batch.columns if _is_list(column.type)]
@@ -363,9 +363,9 @@ def _arrow_rows(batch: pa.RecordBatch) -> int:
 
 
 def _parquet_rows(path: Path, about: Any, handle: int, names: list[str]) -> int:
-    """Return how many rows have about _BATCH_VALUES in a column: a book has 200,000 tokens, a chat 200.
+    """Return how many rows have about _BATCH_VALUES values in a column: a book has 200,000 tokens, a chat 200.
 
-    In a row group of more than MAX_ROW values any row may have as many as the largest page.
+    In a row group of more than MAX_ROW values, one row may have as many as the largest page.
     Raises: CacheError for a page of more than MAX_ROW ids: pyarrow decodes whole pages, and a row is in one.
     """
     rows = _ROWS
@@ -386,7 +386,7 @@ def _parquet_rows(path: Path, about: Any, handle: int, names: list[str]) -> int:
     return max(1, rows)
 
 
-def _converted(path: Path, batch: pa.RecordBatch, first: int) -> _Some:
+def _converted(path: Path, batch: pa.RecordBatch, first: int) -> _Rows:
     """Return the rows of a batch. first: the number of its first row, for messages."""
     import pyarrow.compute as pc
 
@@ -411,7 +411,7 @@ def _converted(path: Path, batch: pa.RecordBatch, first: int) -> _Some:
         if (longest := pc.max(pc.binary_length(batch.column("id"))).as_py() or 0) > _MAX_NAME:
             raise CacheError(path, f"an id of {longest:,} bytes", f"at most {_MAX_NAME:,}", code="E221")
         told = [str(name) for name, full in zip(batch.column("id").to_pylist(), is_full, strict=True) if full]
-    return _Some(ids, lengths[is_full], loss, told, padding, int(len(lengths) - is_full.sum()))
+    return _Rows(ids, lengths[is_full], loss, told, padding, int(len(lengths) - is_full.sum()))
 
 
 def _supervised(
@@ -447,7 +447,7 @@ def _of_equal_lengths(
 
 
 def _flat(path: Path, batch: pa.RecordBatch, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return the numbers of a column of lists end to end, and how many each row has."""
+    """Return the numbers in a column of lists end to end, and the length of each row."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

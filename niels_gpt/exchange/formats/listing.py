@@ -1,5 +1,6 @@
-"""The token files of a folder of another tool: which there are, their splits and order, and what lies beside them;
-and what several formats write alike: arrays in pieces, the error of a shard that is too long for a format.
+"""List the token files of a folder of another tool: splits, order, and the files beside each.
+
+Also the pieces that several formats share when they write: arrays in pieces, the error for a shard that is too long.
 """
 
 from __future__ import annotations
@@ -29,39 +30,39 @@ from niels_gpt.exchange.foreign import (
 from niels_gpt.exchange.output import TokenFile
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import path_inside
+from niels_gpt.tokenizers.document_tokens import end_of_documents
 from niels_gpt.tokenizers.protocol import TOKEN_DTYPES, token_dtype_name
-from niels_gpt.tokenizers.vocabulary import end_of_documents
 
 _CHUNK = 1 << 19  # numbers that are written at once
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One token file."""
+    """A token file."""
 
     base: Path
-    """The folder that names are below."""
+    """Folder that names are relative to."""
     name: str
     split: str
     path: Path
     size: int
-    """In bytes, more than 0."""
+    """Bytes, more than 0."""
     continues: bool
-    """As the manifest says; False without one."""
+    """Whether its first document begins in the file before, by the manifest; False without one."""
 
     def beside(self, name: str) -> Path | None:
-        """Return the path of another file below the folder; None where there is none. Raises: CacheError for a link."""
+        """Return the path of another file below the folder; None if absent. Raises: CacheError E205 for a link."""
         path = path_inside(self.base, name)
         return path if os.path.lexists(path) else None
 
     def tokens_of(self, width: int) -> int:
-        """Return how many ids of so many bytes it holds. Raises: CacheError E221."""
+        """Return how many ids of `width` bytes it holds. Raises: CacheError E221 for a rest."""
         if self.size % width:
             raise CacheError(self.path, f"{self.size:,} bytes", f"ids of {width} bytes", code="E221")
         return self.size // width
 
     def plain(self, width: int, **more: Any) -> ForeignFile:
-        """Return it as a file of nothing but ids, uint16 or uint32 as its width is. more: of ForeignFile."""
+        """Return the file as one of ids alone, uint16 or uint32 by `width`. more: further fields of ForeignFile."""
         dtype = np.dtype(f"<u{width}")
         tokens, pieces = self.tokens_of(width), partial(read_pieces, self.path, dtype)
         given = {"pieces": pieces, "continues": self.continues, "ends": None, **more}
@@ -70,22 +71,22 @@ class Listed:
 
 @dataclass(frozen=True)
 class Listing:
-    """The token files of a folder."""
+    """Token files of a folder."""
 
     files: list[Listed]
-    """Those of train in their order, then those of val."""
+    """Files of train in their order, then of val."""
     manifest: Mapping[str, Any] | None
     noticed: Counter[str] = field(default_factory=Counter)
-    """What was left out, counted by reason."""
+    """Counts of what was left out, by reason."""
 
     def width(self, vocab_size: int | None) -> int | None:
-        """Return the bytes of an id, as the manifest says or as a vocabulary of this size has; None without both."""
+        """Return the bytes of an id, by the manifest or by the size of the vocabulary; None without both."""
         cache = (self.manifest or {}).get("cache", {})
         name = cache.get("token_dtype") or (token_dtype_name(vocab_size) if vocab_size else None)
         return TOKEN_DTYPES[name].itemsize if name is not None else None
 
     def folder(self, files: Sequence[ForeignFile], tokenizer: str | None = None) -> ForeignFolder:
-        """Return what an import needs. Raises: CacheError E221 where some files have a loss mask, and others none."""
+        """Return the folder for an import. Raises: CacheError E221 if only some files have a loss mask."""
         silent = [file.name for file in files if file.loss is None]
         if silent and len(silent) < len(files):
             found = "has no loss mask beside it, and other files have one"
@@ -99,10 +100,10 @@ class Listing:
 def listed(
     source: Path, suffix: str, format: str, val_glob: str | None, keep: Callable[[str], bool] = lambda name: True
 ) -> Listing:
-    """List the token files of a folder, or one file: by the manifest of an export, or else by their names.
+    """List the token files of a folder, or one file, by the manifest of an export, else by their names.
 
-    keep: which names with the suffix are those of token files.
-    Raises: FileNotFoundError; CacheError E221 for none, E205 for a link.
+    keep: tells which names with the suffix are token files.
+    Raises: FileNotFoundError; CacheError E221 if there is none, E205 for a link.
     """
     manifest, names = read_manifest(source, format), [name for name in names_below(source, suffix) if keep(name)]
     base, noticed, files = source if source.is_dir() else source.parent, Counter[str](), []
@@ -122,7 +123,11 @@ def listed(
 
 
 def numbers(path: Path, dtype: str, offset: int = 0, count: int = -1) -> NDArray[np.int64]:
-    """Return numbers of a file as int64. Raises: as `read_pieces`; CacheError E221 for half a number."""
+    """Return `count` numbers of a file as int64; -1: all after `offset` bytes.
+
+    Raises: FileNotFoundError; CacheError E205 for anything but a regular file, E203 if it is too short, E221 for half a
+        number.
+    """
     width = np.dtype(dtype).itemsize
     if count < 0 and (path.stat().st_size - offset) % width:
         raise CacheError(path, f"{path.stat().st_size:,} bytes", f"whole numbers of {width} bytes", code="E221")
@@ -131,9 +136,9 @@ def numbers(path: Path, dtype: str, offset: int = 0, count: int = -1) -> NDArray
 
 
 def checked_ends(ends: NDArray[np.int64], tokens: int, where: Path, noticed: Counter[str] | None) -> NDArray[np.int64]:
-    """Return where documents end without empty ones, which are counted.
+    """Return the ends of documents without empty documents, which are counted.
 
-    Raises: CacheError E221 where they do not ascend, and where the last is not the end of the file.
+    Raises: CacheError E221 unless they ascend, and the last is the end of the file.
     """
     if len(ends) and (ends[0] < 0 or np.any(ends[1:] < ends[:-1])):
         raise CacheError(where, "ends of documents that do not ascend", code="E221")
@@ -147,7 +152,7 @@ def checked_ends(ends: NDArray[np.int64], tokens: int, where: Path, noticed: Cou
 
 
 def loss_of(path: Path, tokens: int) -> Callable[[], Iterator[NDArray[np.bool_]]]:
-    """Return what yields a mask of one byte a token. Raises: CacheError E221 for another size or another byte."""
+    """Return a function that yields a mask of one byte per token. Raises: CacheError E221 for another size or byte."""
     if (size := size_of(path)) != tokens:
         raise CacheError(path, f"{size:,} bytes", f"{tokens:,}, one for each token", code="E221")
 
@@ -170,7 +175,7 @@ def chunked(ends: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
 
 
 def spans(ends: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Yield where documents start and end, in pieces: int64 [some documents, 2]."""
+    """Yield the start and end of each document, in pieces: int64 [some documents, 2]."""
     first = 0
     for some in chunked(ends):
         yield np.stack([np.append(first, some[:-1]), some], axis=1)
@@ -178,6 +183,6 @@ def spans(ends: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
 
 
 def too_long(file: TokenFile, limit: str) -> CacheError:
-    """Return the error of a token file with more tokens than a format counts."""
+    """Return the error for a token file with more tokens than a format can count."""
     remedy = "Build the cache with a smaller --shard-bytes, for instance 134217728"
     return CacheError(file.path, f"{file.tokens:,} tokens", f"at most 2**31 - 1, which {limit}", remedy, code="E220")

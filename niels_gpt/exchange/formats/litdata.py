@@ -1,15 +1,16 @@
-"""litdata: one folder a split, train/ and val/, with chunk-0-N.bin a shard and index.json, for its TokensLoader.
+"""litdata: a folder for each split, train/ and val/, with chunk-0-N.bin for each shard and index.json, for its
+    TokensLoader.
 
 A chunk, little-endian, has a document as each item:
     uint32          n, the items
-    uint32 [n + 1]  where each begins in the file, in bytes, and where the last ends
+    uint32 [n + 1]  where each item begins in the file, in bytes, and where the last one ends
     the ids, end to end: uint16, or int32 where ours are uint32 (below 2**31 these are the same bytes)
 `index.json` names the chunks in order, with their bytes, items and tokens ("dim"), and the type of the ids as litdata
-records it for tensors: no_header_tensor:20 is uint16, no_header_tensor:16 is int32; it knows no uint32 for them.
-StreamingDataset(FOLDER/train, item_loader=TokensLoader(block_size=T)) reads blocks of T tokens without regard to the
-items; the tokens of a chunk behind its last whole block are not read. A document that lies in two shards is an item in
-each. litdata writes the time as `updated_at`, by which it knows that a local copy is stale: here it is the sha256 of
-those of the chunks, as hex digits, so that the same tokens give the same file.
+records it for tensors: no_header_tensor:20 is uint16, no_header_tensor:16 is int32; it knows no uint32.
+StreamingDataset(FOLDER/train, item_loader=TokensLoader(block_size=T)) reads blocks of T tokens without regard to items,
+and does not read tokens behind the last whole block of a chunk. A document in two shards is an item in each.
+litdata writes the time as `updated_at`, to see that a local copy is stale. Here `updated_at` is the sha256, in hex
+digits, over the sha256 of the chunks, so that the same tokens give the same file.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _TYPE = re.compile(r"no_header_(tensor|numpy):(\d{1,3})")
 
 
 def write(cache: TokenCache, output: Output) -> None:
-    """Write a chunk for each shard, and each split's index.json.
+    """Write a chunk for each shard, and index.json for each split.
 
     Raises: CacheError E220 for a shard whose chunk has 4 GiB or more.
     """
@@ -74,7 +75,7 @@ def write(cache: TokenCache, output: Output) -> None:
 
 
 def _offsets_of(file: TokenFile) -> NDArray[np.uint32]:
-    """Return where each item begins in the chunk of a shard, and where the last ends: [items + 1], in bytes."""
+    """Return where each item begins in the chunk of a shard, then where the last one ends, in bytes: [items + 1]."""
     ends = file.ends
     width, begin = file.cache.dtype.itemsize, 4 * (len(ends) + 2)
     if (size := begin + width * file.tokens) > _MAX:
@@ -85,7 +86,7 @@ def _offsets_of(file: TokenFile) -> NDArray[np.uint32]:
 
 
 def _config(cache: TokenCache, chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return `config` as litdata's writer makes it of tensors."""
+    """Return `config` as litdata's writer makes it for tensors."""
     return {
         "chunk_bytes": max(chunk["chunk_bytes"] for chunk in chunks),
         "chunk_size": None,
@@ -102,9 +103,9 @@ def _config(cache: TokenCache, chunks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
-    """Look into a folder of litdata, or of one such folder for each split; chunks are in the order of index.json.
+    """Look into a folder of litdata, or a folder with one for each split. Chunks keep the order of index.json.
 
-    The items are the documents; items without tokens are left out and counted.
+    Each item is a document; items without tokens are left out and counted.
     """
     manifest = read_manifest(source, "litdata")
     records = manifest_files(manifest)
@@ -148,7 +149,7 @@ def _file(
 
 
 def _chunks(path: Path) -> Iterator[tuple[dict[str, Any], np.dtype[Any]]]:
-    """Yield what an index.json says of each chunk, checked, and the type of its ids."""
+    """Yield the checked facts about each chunk in an index.json, and the type of its ids."""
     try:
         index = parse_object(read_regular(path))
         dtype, seen = _dtype_of(index["config"]), set[str]()
@@ -173,7 +174,7 @@ def _chunks(path: Path) -> Iterator[tuple[dict[str, Any], np.dtype[Any]]]:
 
 
 def _dtype_of(config: dict[str, Any]) -> np.dtype[Any]:
-    """Return the type of the ids. Raises: ValueError for what has none, and for compressed or encrypted chunks."""
+    """Return the type of the ids. Raises: ValueError if there is none, and for compressed or encrypted chunks."""
     for key in ("compression", "ipc_compression", "encryption"):
         if config.get(key) is not None:
             raise ValueError(f"{key} is {shortened(config[key])}, expected null: write it with litdata without {key}")

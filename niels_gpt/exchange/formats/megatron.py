@@ -73,7 +73,7 @@ def _index(ends: NDArray[np.int64], width: int) -> Iterator[bytes]:
 
 
 def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
-    """Look into a folder of pairs of .bin and .idx files. Modes of sequences are left out, and counted."""
+    """Look into a folder of pairs of .bin and .idx files. Leaves modes of sequences out, and counts them."""
     listing = listed(source, ".bin", "megatron", val_glob)
     files = []
     for each in listing.files:
@@ -95,7 +95,7 @@ def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = 
 
 
 class _Header(NamedTuple):
-    """What the first bytes of an .idx file say."""
+    """First bytes of an .idx file."""
 
     dtype: str
     sequences: int
@@ -103,7 +103,7 @@ class _Header(NamedTuple):
 
 
 def _checked_header(index: Path, noticed: Counter[str]) -> _Header:
-    """Return the header of an .idx file, whose sizes fit the file. Raises: CacheError E221."""
+    """Return the header of an .idx file. Raises: CacheError E221 if its sizes do not fit the file."""
     with open(open_regular(index), "rb") as file:
         size, raw = os.fstat(file.fileno()).st_size, file.read(_HEADER.size)
     if len(raw) < _HEADER.size or raw[: len(_MAGIC)] != _MAGIC:
@@ -121,7 +121,7 @@ def _checked_header(index: Path, noticed: Counter[str]) -> _Header:
 
 
 def _ends(index: Path, header: _Header, tokens: int, noticed: Counter[str] | None = None) -> NDArray[np.int64]:
-    """Return where documents end, in tokens. Raises: CacheError E221 for sequences that are not end to end."""
+    """Return where documents end, in tokens. Raises: CacheError E221 unless sequences lie end to end."""
     count, offset = header.sequences, _HEADER.size
     lengths = numbers(index, "<i4", offset, count)
     ends = np.cumsum(lengths)

@@ -1,6 +1,6 @@
 """modded-nanogpt and llm.c: SPLIT_NNNNNN.bin, a header of 1,024 bytes and ids; beside each a .bos.idx.
 
-All numbers are little-endian. The header is int32 [256]; what is not named is 0:
+All numbers are little-endian. The header is int32 [256], 0 unless named:
     ids of 16 bits: 20240520, 1, tokens                  modded-nanogpt, llm.c and NeMo Automodel read it
     ids of 32 bits: 278895051, 1, tokens, 4              the variant of NeMo Automodel, which llm.c does not read;
                                                          with a 2 in place of the 4 it holds ids of 16 bits
@@ -8,9 +8,9 @@ All numbers are little-endian. The header is int32 [256]; what is not named is 0
 Behind it the ids, uint16 or uint32. `tokens` is an int32, so a file has 2**31 - 1 tokens at most.
 
 SPLIT_NNNNNN.bos.idx: int32 [documents that begin in the file], the place of the first byte of each in the .bin file,
-header included: 1024 + bytes of an id * tokens before it. So the data processor of NeMo Automodel writes it, which puts
-a begin-of-text id there; a document of ours may begin with any id. The rest of a document that begins in the file
-before has no entry. Where a place is beyond an int32 the file is left out, and an end-of-document id is the border.
+header included: 1024 + bytes of an id * tokens before it. The data processor of NeMo Automodel writes the same, with a
+begin-of-text id at each place; a document of ours may begin with any id. The rest of a document that begins in the file
+before has no entry. If a place does not fit an int32 the file is left out, and an end-of-document id is the border.
 (The reader of NeMo Automodel 0.7.0 takes the places for counts of tokens with `align_to_bos=True`. Remove the .bos.idx
 files for it: then it looks for `bos_token` in the ids.)
 """
@@ -34,7 +34,7 @@ _HEADER_BYTES = 1024
 _MAGIC, _MAGIC_OF_WIDTH = 20240520, 278895051
 _LLAMA_3 = 20240801, 7
 HEADERS = ((_MAGIC, 1), (_MAGIC_OF_WIDTH, 1), _LLAMA_3)
-"""The first two numbers of a file of this format."""
+"""First two numbers of a file of this format."""
 _MAX = np.iinfo(np.int32).max
 
 
@@ -67,7 +67,7 @@ def _starts(file: TokenFile) -> Iterator[bytes]:
 
 
 def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
-    """Look into a folder of .bin files with a header, and .bos.idx files where there are."""
+    """Look into a folder of .bin files with a header, and their .bos.idx files if there are any."""
     listing = listed(source, ".bin", "modded-nanogpt", val_glob)
     files: list[ForeignFile] = []
     for each in listing.files:
@@ -85,7 +85,7 @@ def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = 
 
 
 def _checked_header(file: Listed) -> tuple[int, int]:
-    """Return the bytes of an id, and the tokens. Raises: CacheError E221."""
+    """Return the bytes of an id, and the number of tokens. Raises: CacheError E221 for another header or size."""
     if file.size < _HEADER_BYTES:
         raise CacheError(file.path, f"{file.size:,} bytes", f"a header of {_HEADER_BYTES:,}", code="E221")
     magic, version, tokens, width = numbers(file.path, "<i4", count=4).tolist()
@@ -100,7 +100,7 @@ def _checked_header(file: Listed) -> tuple[int, int]:
 
 
 def _starts_in(index: Path, width: int, tokens: int) -> NDArray[np.int64]:
-    """Return where documents begin, in tokens. Raises: CacheError E221."""
+    """Return where documents begin, in tokens. Raises: CacheError E221 unless the places ascend within the file."""
     places = numbers(index, "<i4")
     is_counted = len(places) > 0 and places[0] < _HEADER_BYTES  # tokens, as that reader takes them
     starts = places if is_counted else (places - _HEADER_BYTES) // width

@@ -19,7 +19,7 @@ from niels_gpt.storage.errors import CacheError
 
 
 def write(cache: TokenCache, output: Output) -> None:
-    """Write SPLIT.bin: a link where the split is one shard, else the shards end to end."""
+    """Write SPLIT.bin: a link if the split is one shard, else the shards end to end."""
     for split in SPLITS:
         files = cache.files(split)
         if len(files) == 1:
@@ -30,7 +30,7 @@ def write(cache: TokenCache, output: Output) -> None:
 
 
 def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
-    """Look into a folder with train.bin and val.bin; meta.pkl is not opened, for opening a pickle runs it."""
+    """Look into a folder with train.bin and val.bin. Does not open meta.pkl, because opening a pickle runs it."""
     listing = listed(source, ".bin", "nanogpt", val_glob)
     for each in listing.files:
         if each.size >= 8 and tuple(numbers(each.path, "<i4", count=2).tolist()) in HEADERS:

@@ -7,8 +7,8 @@
                                 OLMo-core finds it by `label_mask_paths`, in the order of `paths`
 The gzip file is one member: 1f 8b 08 00, four zeros (no time), 00 ff, the deflated lines of level 6, CRC-32 and length.
 A document that lies in two shards is two documents. The fixed-length dataset of OLMo-core needs no borders. The packed
-ones look for its end-of-document id in local files unless `use_array_if_local=False`, which reads the .csv.gz: without
-it they lose what is behind the last such id of a file.
+ones look for its end-of-document id in local files, and lose the tokens behind the last such id of a file. With
+`use_array_if_local=False` they read the .csv.gz instead.
 An import also takes masks as open-instruct names them (labels_mask_X.npy of token_ids_X.npy), and leaves out more
 columns of a line. Where neither .csv.gz nor manifest tells how wide the ids are, the vocabulary does.
 """
@@ -41,7 +41,7 @@ _GZIP_HEADER = b"\x1f\x8b\x08\x00" + bytes(4) + b"\x00\xff"  # no name, no time,
 
 
 def write(cache: TokenCache, output: Output) -> None:
-    """Link each shard as SPLIT_NNNNN.npy, and write its .csv.gz, and the label mask of an sft cache."""
+    """Link each shard as SPLIT_NNNNN.npy. Write its .csv.gz, and the label mask of an sft cache."""
     for split in SPLITS:
         for file in cache.files(split):
             stem = f"{split}_{file.number:05d}"
@@ -58,7 +58,7 @@ def _lines(file: TokenFile) -> Iterator[bytes]:
 
 
 def _gzip(content: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield a gzip file without a name and a time: the same content gives the same bytes."""
+    """Yield a gzip file without name and time: the same content gives the same bytes."""
     packer, crc, size = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS), 0, 0
     yield _GZIP_HEADER
     for part in content:
@@ -68,7 +68,7 @@ def _gzip(content: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
-    """Look into a folder of .npy files without a header, with .csv.gz files and label masks where there are."""
+    """Look into a folder of .npy files without a header, with their .csv.gz files and label masks if there are any."""
     listing, files = listed(source, ".npy", "olmo", val_glob, _is_no_mask), []
     for each in listing.files:
         borders, more = each.beside(each.name.removesuffix(".npy") + ".csv.gz"), dict[str, Any]()
@@ -98,7 +98,7 @@ def _is_no_mask(name: str) -> bool:
 
 
 def _mask_names(name: str) -> list[str]:
-    """Return where the label mask of a token file may lie: as we write it, and as open-instruct does."""
+    """Return where the label mask of a token file may lie: our name, and the name of open-instruct."""
     folder, slash, file = name.rpartition("/")
     found = [f"{folder}{slash}{_MASKS}/{file}"]
     if file.startswith(_IDS_PREFIX):
@@ -107,9 +107,9 @@ def _mask_names(name: str) -> list[str]:
 
 
 def _read_lines(path: Path, tokens: int) -> Iterator[NDArray[np.int64]]:
-    """Yield starts and ends of documents, in pieces: int64 [some documents, 2].
+    """Yield the start and end of each document, in pieces: int64 [some documents, 2].
 
-    tokens: of the file, at most: a small file may unpack to many lines of nothing. Raises: CacheError E221.
+    tokens: of the file; bounds the lines, because a small file may unpack to many. Raises: CacheError E221.
     """
     left = 2 * tokens + _LINES
     try:
@@ -126,7 +126,7 @@ def _read_lines(path: Path, tokens: int) -> Iterator[NDArray[np.int64]]:
 
 
 def _ends(borders: Path, tokens: int, noticed: Counter[str] | None) -> NDArray[np.int64]:
-    """Return where documents end, in tokens. What lies between documents is a document too, and counted."""
+    """Return where documents end, in tokens. Tokens between documents are a document too, and counted."""
     parts, last, between = [np.zeros(0, dtype=np.int64)], 0, 0
     for some in _read_lines(borders, tokens):
         flat = np.append(last, some.ravel())

@@ -1,9 +1,9 @@
-"""Caches in buckets and on other disks: push, pull and stage, through fsspec.
+"""Move caches between folders and buckets through fsspec: push, pull and stage.
 
-described.py  a cache by its meta.json, checked before anything is sent or fetched
-remote.py     a folder at a URL: reads, writes, retries, how long an answer is waited for; no credentials in messages
-answers.py    no answer of s3:// or gs:// longer than what was asked for, no redirect of s3://
-jobs.py       several files at once, progress, and the end of all at the first error
-push.py       a cache -> a URL: data first, meta.json last; to the hub in one commit
-fetch.py      pull and stage: a URL -> a committed cache, whole or whole shards of it; in ranges, resumed, compared
+described.py  checks the meta.json of a cache before any file of it is sent or fetched
+remote.py     reads and writes files at a URL: retries, bounds on each wait, no credentials in messages
+answers.py    bounds what a server of s3:// or gs:// may answer, and follows no redirect
+jobs.py       runs several transfers at once, counts bytes, stops all at the first error
+push.py       sends a cache to a URL: a note first, then data, meta.json last; one commit on the hub
+fetch.py      pulls or stages a cache, or whole shards of one: in ranges, resumed, compared with their sha256
 """

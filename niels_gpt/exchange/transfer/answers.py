@@ -1,8 +1,8 @@
-"""What a server of s3:// or gs:// may answer: as many bytes as were asked for, and for s3:// no redirect.
+"""Bound the answers of servers of s3:// and gs://: no longer than the request asked for, and no redirect of s3://.
 
-The libraries read a whole answer into memory, whatever its length. Here an answer ends after its limit, and so does a
-listing of many pages. s3fs follows redirects with the headers of a request, a session's token among them: here a
-redirect is an answer with that status, as for botocore, which looks at those to other regions itself.
+The libraries read a whole answer into memory, whatever its length. Here an answer ends at its limit, and so does a
+listing of many pages. s3fs follows a redirect with the headers of the request, which may hold a session's token. Here
+the redirect is an answer with its status; botocore itself handles redirects to other regions.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 from aiohttp import ClientResponse
 
 MAX_ANSWER = 16 << 20
-"""Bytes of an answer to a request without a range. A listing's page has 1,000 names, below 4 MiB."""
+"""Most bytes of an answer to a request without a range. A page of a listing has 1,000 names, below 4 MiB."""
 MAX_LISTING = 64 << 20
-"""Bytes of all pages of a listing: at least 50,000 names."""
+"""Most bytes of all pages of a listing: at least 50,000 names."""
 _MIN_LIMIT = 1 << 20  # of an error's text, where few bytes were asked for
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
 _NEXT_PAGE = frozenset({"continuation-token", "pageToken"})  # of S3, of Google
 
 
 class AnswerTooLong(ValueError):
-    """A server sends more than it was asked for."""
+    """A server sends more than the request asked for."""
 
 
 def bounded(kind: str) -> dict[str, Any]:
-    """Return settings of s3fs or gcsfs, by the scheme, with which it takes such answers alone."""
+    """Return settings that make s3fs (kind "s3") or gcsfs ("gs") refuse longer answers and redirects."""
 
     class Answer(_BoundedResponse):
-        """Of one file system."""
+        """A class of its own for each file system, because `listed` counts for all its instances."""
 
     if kind == "gs":
         return {"session_kwargs": {"response_class": Answer}}
@@ -63,7 +63,7 @@ class _BoundedResponse(ClientResponse):
 
 
 class _BoundedContent:
-    """The stream of an answer, which ends in AnswerTooLong after as many bytes as were asked for."""
+    """The stream of an answer. Raises AnswerTooLong after the requested number of bytes."""
 
     def __init__(self, response: _BoundedResponse) -> None:
         self._response, self._stream, self._read = response, response.content, 0
@@ -77,7 +77,7 @@ class _BoundedContent:
         return getattr(self._stream, name)
 
     async def read(self, n: int = -1) -> bytes:
-        """Return the next n bytes at most; all that are left by default."""
+        """Return at most n bytes; by default all that are left."""
         if n >= 0:
             return self._counted(await self._stream.read(n))
         parts = []

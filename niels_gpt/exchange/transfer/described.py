@@ -1,4 +1,4 @@
-"""A cache by its meta.json, checked before anything is sent or fetched: nothing in it is trusted."""
+"""Check a cache by its meta.json before any file is sent or fetched. Nothing in the meta.json is trusted."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from niels_gpt.storage.meta_json import (
 )
 
 MARK_NAME = "niels_gpt-push.json"
-"""In a bucket while a cache is pushed to it: whose files these are."""
+"""The note of a push, in the bucket while the push runs: names the cache and its files."""
 _PUBLISHER = "Take another copy, or have it pushed again with --replace"
 
 
 @dataclass(frozen=True)
 class Described:
-    """What a meta.json says."""
+    """A checked meta.json."""
 
     raw: bytes
-    """The meta.json itself."""
+    """The bytes of meta.json."""
     meta: dict[str, Any]
     records: dict[str, dict[str, Any]]
-    """The record (name, bytes, sha256) of every file but meta.json, by its name."""
+    """Record (name, bytes, sha256) of every file but meta.json, by name."""
     content_sha256: str
     kind: Kind
 
@@ -42,22 +42,22 @@ class Described:
 
     @property
     def whole(self) -> tuple[int, int]:
-        """Files, and bytes, of all of it: with meta.json."""
+        """Number and bytes of all files, meta.json included."""
         return len(self.records) + 1, self.num_bytes + len(self.raw)
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push did."""
+    """Result of a push."""
 
     url: str
     files: int
-    """Of the cache, meta.json included."""
+    """Files of the cache, meta.json included."""
     num_bytes: int
-    """Of these files."""
+    """Bytes of these files."""
     sent_bytes: int
     skipped_files: int
-    """That were there already."""
+    """Files that were at the URL already."""
 
     def __str__(self) -> str:
         """Return the URL, files and bytes."""
@@ -66,9 +66,10 @@ class Pushed:
 
 
 def described(raw: bytes, where: str) -> Described:
-    """Check the bytes of a meta.json; where: its path or URL, for messages.
+    """Check the bytes of a meta.json. where: its path or URL, for messages.
 
-    Raises: CacheError where this is no meta.json of a known kind, or contradicts itself; for a stub.
+    Raises: CacheError E206 if it is too large; E202 if it is malformed, damaged, or contradicts itself; E208 for an
+        unknown kind, or if it does not name all files; E207 for a stub.
     """
     if len(raw) > MAX_JSON_BYTES:
         raise CacheError(where, f"{len(raw):,} bytes", f"at most {MAX_JSON_BYTES:,}", _PUBLISHER, code="E206")

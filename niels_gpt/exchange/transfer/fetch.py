@@ -1,4 +1,7 @@
-"""Pull and stage: a URL or a path -> a committed cache, whose every file was compared with its sha256."""
+"""Pull and stage: fetch a cache from a URL or path and commit it. Every file is compared with its sha256.
+
+A fetch that was stopped leaves its files; the next one reads them again, and fetches only the missing bytes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,6 @@ from niels_gpt.exchange.transfer.jobs import Stopped, Tally, at_once
 from niels_gpt.exchange.transfer.remote import RANGE_BYTES, Bucket, path_of, scheme_of
 from niels_gpt.kinds.kind import kinds
 from niels_gpt.kinds.verify import find_damage
-from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError, NoRoomError
 from niels_gpt.storage.fileio import META_NAME, OutputFile, id_of_line, write_bytes
@@ -46,14 +48,14 @@ from niels_gpt.storage.meta_json import (
     sha256_regular,
 )
 from niels_gpt.storage.versions import JOURNAL_NAME, VERSION_DIGITS
-from niels_gpt.tokenizers.document_tokens import DocumentToken
+from niels_gpt.tokenizers.document_tokens import DocumentToken, end_of_documents
 from niels_gpt.tokenizers.protocol import TOKEN_DTYPES
-from niels_gpt.tokenizers.vocabulary import end_of_documents
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 
 Chosen = dict[str, list[dict[str, Any]]]
-"""The records of the shards to stage, by split."""
+"""Records of the shards to stage, by split."""
 _FREE_BYTES = 1 << 24  # for meta.json and the file system
 _VOCABULARY = ("tokenizer_sha256", "vocab_size", "token_dtype", "special_token_ids")
 _AS_WHOLE = ("seed", "split_rule", "roundtrip", "lossless", "document_start")
@@ -61,19 +63,19 @@ _AS_WHOLE = ("seed", "split_rule", "roundtrip", "lossless", "document_start")
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a pull or a stage did."""
+    """Result of a pull or a stage."""
 
     path: Path
-    """Where readers open the cache."""
+    """Public folder: readers open the cache here."""
     version: Path
-    """The folder of its version."""
+    """Folder of its version."""
     files: int
-    """Of the cache, meta.json included."""
+    """Files of the cache, meta.json included."""
     num_bytes: int
-    """Of these files."""
+    """Bytes of these files."""
     fetched_bytes: int
     kept_bytes: int
-    """That were there already."""
+    """Bytes that were there already."""
 
     def __str__(self) -> str:
         """Return the folder, files and bytes."""
@@ -82,15 +84,15 @@ class Fetched:
 
 
 def pull(url: str, dest: Path, *, jobs: int = 8, wait: bool = False, progress: Progress | None = None) -> Fetched:
-    """Fetch a cache and commit it, as a build does: readers see the cache before or this one, never a mixture.
+    """Fetch a cache and commit it like a build: readers see the earlier cache or this one, never a mixture.
 
-    url: a path or URL without credentials: the folder that holds a cache. dest: where readers will open it, such as
-    cache/pretrain/wiki. A pull that was stopped is resumed; the same content is not fetched again.
-    jobs: files at once. wait: for another process that writes `dest`, instead of refusing.
+    A pull that was stopped resumes. Content that is there already is not fetched again.
+    url: path or URL of the folder that holds the cache, without credentials. dest: public folder, such as
+        cache/pretrain/wiki. jobs: files at once. wait: for another process that writes `dest`, instead of refusing.
     progress: called with files, bytes done, and bytes in all, by one thread at a time.
-    Raises: ValueError for the URL; CacheError E612 without a cache, E611 for a damaged one, E610 where it was replaced
-        meanwhile, E503 where another process writes `dest`, E704 where that lies in .versions; OSError, E501 without
-        room.
+    Raises: ValueError for the URL; CacheError E612 if no cache is there, E611 for damage, E610 if the cache was
+        replaced meanwhile, E503 if another process writes `dest`, E704 if `dest` lies in .versions; OSError, E501
+        without room.
     """
     versions.refuse_among_versions(dest)
     bucket = Bucket(url)
@@ -106,13 +108,15 @@ def stage(
     jobs: int = 8,
     progress: Progress | None = None,
 ) -> Fetched:
-    """Copy a cache to a disk nearby, or whole shards of it. Files are copied, and compared with their sha256.
+    """Copy a cache, or whole shards of it, to a disk nearby. Every file is compared with its sha256.
 
-    source: the public folder of a cache, or a URL. dest: where readers will open the copy.
-    split: only train, or only val. max_bytes: of token files; shards of train from the first on, then those of val, as
-    many as fit. Either makes a cache of a part, of a pretrain cache alone: `staged` in its meta.json says of which.
-    The rest: as `pull`.
-    Raises: as `pull`; ValueError where no shard fits, and for a part of another kind of cache.
+    With `split` or `max_bytes` the copy is a cache of a part, with `staged` in its meta.json; only for pretrain caches.
+    source: public folder of a cache, or a URL. dest: public folder of the copy. split: train or val; None: both.
+    max_bytes: of token files. Takes shards of train from the first on, then of val, as many as fit.
+    jobs: files at once. progress: called with files, bytes done, and bytes in all, by one thread at a time.
+    Raises: ValueError for the URL, for a part of another kind of cache, or if no shard fits; CacheError E612 if no
+        cache is there, E611 for damage, E610 if the cache was replaced meanwhile, E503 if another process writes
+        `dest`, E704 if `dest` lies in .versions; OSError, E501 without room.
     """
     versions.refuse_among_versions(dest)
     is_local = scheme_of(source) == "file"
@@ -132,9 +136,10 @@ def stage(
 
 
 def remote_cache(bucket: Bucket) -> Described:
-    """Read and check the meta.json at a URL, once more where it arrives damaged.
+    """Read and check the meta.json at a URL; reads it again if it arrives damaged.
 
-    Raises: CacheError E612 where there is none, E611 where it arrives damaged in two ways; others as `described`.
+    Raises: CacheError E612 if there is none, E611 if it arrives damaged in two ways, E202, E206, E207 or E208 if it is
+        no usable meta.json.
     """
     raw = _read_meta(bucket)
     try:
@@ -170,7 +175,7 @@ def _arrived(
     wait: bool = False,
     progress: Progress | None = None,
 ) -> Fetched:
-    """Fetch the files of `remote` and commit them at `dest`."""
+    """Fetch all files of `remote` and commit them at `dest`."""
     tally, bucket.least_share = Tally(remote.num_bytes, progress), remote.kind.least_share
     key = hashlib.sha256(b"pull " + remote.raw).hexdigest()
     with versions.resumable(dest, key, wait=wait) as (work, notes):
@@ -191,7 +196,7 @@ def _arrived(
 
 
 def _is_there(version: Path, remote: Described, jobs: int) -> bool:
-    """Whether a version of this content is there, whole: every file is read and compared."""
+    """Return whether the version holds this content; reads every file and compares its sha256."""
     if not (version / META_NAME).is_file():
         return False
     tally, share = Tally(0, None), remote.kind.least_share
@@ -216,13 +221,15 @@ class _Arrival:
     """The files of one cache on their way from a bucket to a folder."""
 
     def __init__(self, bucket: Bucket, remote: Described, work: Path, tally: Tally) -> None:
-        """work: of the build; what an earlier run left there is used."""
+        """work: folder of the build; files of an earlier run there are used."""
         self.bucket, self.remote, self.work, self.tally = bucket, remote, work, tally
         bucket.patience.pause = tally.pause
 
     def fetch(self, records: Iterable[dict[str, Any]], jobs: int) -> None:
-        """Fetch these files. Raises: CacheError E611 for a damaged one, E610 where the cache at the URL is another one
-        by then, E612; OSError E501 without room."""
+        """Fetch files.
+
+        Raises: CacheError E611 for damage, E610 if the cache at the URL was replaced, E612; OSError E501 without room.
+        """
         wanted = list(records)
         _refuse_without_room(self.work, sum(int(record["bytes"]) - self._arrived(record) for record in wanted))
         for folder in sorted({path_inside(self.work, str(record["name"])).parent for record in wanted}):
@@ -237,7 +244,7 @@ class _Arrival:
             return 0
 
     def _fetch(self, record: dict[str, Any]) -> None:
-        """Fetch one file. What an earlier run left of it is used; one that arrives damaged is fetched once more."""
+        """Fetch one file, from where an earlier run stopped. A file that arrives damaged is fetched once more."""
         where, size, kept = self.bucket.at(str(record["name"])), int(record["bytes"]), self._arrived(record)
         came, expected = "", f"{record['sha256'][:12]} by its {META_NAME}"
         for keep in (kept, 0, 0) if kept else (0, 0):
@@ -258,7 +265,7 @@ class _Arrival:
         raise CacheError(where, found + short, expected, remedy, code="E611")
 
     def _fetched(self, record: dict[str, Any], keep: int) -> str:
-        """Append what is missing of a file, and return the sha256 of all of it."""
+        """Append the missing bytes of a file. Returns the sha256 of the whole file."""
         name, size = str(record["name"]), int(record["bytes"])
         path, digest = path_inside(self.work, name), hashlib.sha256()
         if keep:
@@ -284,14 +291,14 @@ class _Arrival:
         return digest.hexdigest()
 
     def refuse_if_replaced(self) -> None:
-        """Raise CacheError E610 where the URL has another meta.json than when this began, or none, at two looks."""
+        """Raise CacheError E610 if two reads of the URL's meta.json both differ from the one at the start."""
         if all(self.bucket.read(META_NAME, MAX_JSON_BYTES) != self.remote.raw for _ in range(2)):
             found = "its cache was replaced while it was read. Nothing was committed"
             raise CacheError(self.bucket.shown, found, remedy="Run it again", code="E610")
 
 
 def _keep(notes: Path, identity: dict[str, Any]) -> None:
-    """Let a build of `storage.versions.resumable` stay where it is stopped, for the next run. notes: of its journal."""
+    """Let the next run resume this build of `storage.versions.resumable`. notes: folder of its journal."""
     journal = Journal(notes, identity)
     if journal.last is None:
         journal.append(Checkpoint())
@@ -307,7 +314,7 @@ def _push_again(url: str) -> str:
 
 
 def _refuse_without_room(folder: Path, num_bytes: int) -> None:
-    """Raise OSError with code E501 where so many bytes do not fit on the disk of a folder, which may not exist yet."""
+    """Raise NoRoomError E501 if the bytes do not fit on the disk of a folder, which may not exist yet."""
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
     free = shutil.disk_usage(existing).free
     if num_bytes and num_bytes + _FREE_BYTES > free:
@@ -319,9 +326,9 @@ def _refuse_without_room(folder: Path, num_bytes: int) -> None:
 
 
 def _chosen_shards(remote: Described, split: str | None, max_bytes: int | None) -> Chosen:
-    """Return the shards to stage: those of `split`, or of train and then val, as many as fit into `max_bytes`.
+    """Return the shards to stage: of `split`, or of train and then val, as many as fit into `max_bytes`.
 
-    Raises: ValueError where none fits, for another split, and for a kind of cache that is staged whole.
+    Raises: ValueError for another split, a kind of cache that is staged whole, or if no shard fits.
     """
     if not remote.kind.has_parts:
         able = " or ".join(kind.name for kind in kinds() if kind.has_parts)
@@ -347,8 +354,9 @@ def _chosen_shards(remote: Described, split: str | None, max_bytes: int | None) 
 def _stage_part(
     bucket: Bucket, remote: Described, dest: Path, chosen: Chosen, *, jobs: int, progress: Progress | None
 ) -> tuple[Path, dict[str, Any], int, int]:
-    """Fetch some shards and commit them at `dest` as a cache; returns its version, its meta.json, and bytes fetched
-    and kept. Nothing is fetched where this part is there already. Raises: as `pull`.
+    """Fetch some shards and commit them at `dest` as a cache, unless this part is there already.
+
+    Returns its version, its meta.json, and the bytes fetched and kept.
     """
     staged = _key(remote, chosen)
     if (there := _staged_there(dest, staged)) is not None:
@@ -370,7 +378,7 @@ def _stage_part(
 
 
 def _key(remote: Described, chosen: Chosen) -> dict[str, Any]:
-    """Return `staged` of meta.json: of which cache, and how many shards of each split."""
+    """Return `staged` of meta.json: the content_sha256 of the cache, and the number of shards of each split."""
     return {"of": remote.content_sha256, **{f"{split}_shards": len(chosen[split]) for split in SPLITS}}
 
 
@@ -385,7 +393,7 @@ def _staged_there(dest: Path, staged: dict[str, Any]) -> tuple[Path, dict[str, A
 
 
 def _part_records(remote: Described, chosen: Chosen) -> list[dict[str, Any]]:
-    """Return the records of the files to fetch: shards, and the whole index of their splits."""
+    """Return the records of the files to fetch: shards, and the whole index and ids of their splits."""
     found = []
     for split in filter(chosen.get, SPLITS):
         found += [*chosen[split], remote.meta["index"][split], *filter(None, [remote.meta.get("ids", {}).get(split)])]
@@ -417,14 +425,14 @@ def _part_files(folder: Path, meta: dict[str, Any], split: str, records: list[di
 
 
 class _Names:
-    """The source ids of a split, read once, shard by shard."""
+    """Source ids of a split, read once, shard by shard."""
 
     def __init__(self, folder: Path, meta: dict[str, Any], split: str) -> None:
         self._lines = id_lines(folder, meta, split)
         self._last = ""
 
     def next(self, count: int, continues: bool) -> Iterator[str]:
-        """Yield the names of the documents of the next shard, its first again where it continues the one before."""
+        """Yield the names of the next shard's documents. Repeats the last name if the shard continues its document."""
         if continues:
             yield self._last
         for line in islice(self._lines, count - continues):

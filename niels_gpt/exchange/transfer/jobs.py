@@ -1,4 +1,4 @@
-"""Several files at once, progress, and the end of all at the first error."""
+"""Run several transfers at once, report progress, and stop all at the first error."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeVar
 
-from niels_gpt.progress import Progress
+from niels_gpt.work import Progress
 
 Item = TypeVar("Item")
 
 
 class Stopped(Exception):
-    """Another file failed, and this one was given up for it."""
+    """This transfer was given up because another one failed."""
 
 
 class Tally:
-    """Counts files and bytes of several threads, and reports them."""
+    """Count files and bytes of several threads, and report them."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
-        """total: bytes in all. progress: called with files that are done, bytes done, and bytes in all."""
+        """total: bytes in all. progress: called with files done, bytes done, and bytes in all."""
         self.files = self.moved = self.kept = 0
         self._total, self._progress = total, progress
         self._lock, self._stop = threading.Lock(), threading.Event()
 
     def add(self, *, moved: int = 0, kept: int = 0, files: int = 0) -> None:
-        """Count bytes that were sent or fetched, bytes that were there already, and finished files; negative numbers
-        take back what was counted of a file that begins again.
+        """Count bytes moved, bytes that were there already, and finished files.
 
-        Raises: Stopped after `stop`.
+        Negative numbers take back the counts of a file that starts again. Raises: Stopped after `stop`.
         """
         if self._stop.is_set():
             raise Stopped
@@ -44,12 +43,12 @@ class Tally:
             raise Stopped
 
     def stop(self) -> None:
-        """Let the next `add` of each thread raise."""
+        """Make the next `add` or `pause` of each thread raise Stopped."""
         self._stop.set()
 
 
 def at_once(work: Callable[[Item], object], items: Iterable[Item], jobs: int, tally: Tally) -> None:
-    """Do `work` for each item, in `jobs` threads. At the first error the others stop soon, and it is raised."""
+    """Do `work` for each item in `jobs` threads. The first error stops the others, and is raised."""
     with ThreadPoolExecutor(jobs, thread_name_prefix="transfer") as executor:
         try:
             for done in as_completed([executor.submit(work, item) for item in items]):

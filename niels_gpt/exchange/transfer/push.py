@@ -1,8 +1,8 @@
-"""Push: a cache -> a URL. A note of the push comes first, then the data, meta.json last: who finds it finds all.
+"""Push a cache to a URL: a note first, then the data, meta.json last. A reader that finds meta.json finds all files.
 
-The note, niels_gpt-push.json, says of which content_sha256 the files are. A push that was killed leaves it, and the
-next push of the same cache skips the files that have their sizes; one of another cache is refused. On the hub a push is
-one commit, without a note.
+The note, niels_gpt-push.json, names the content_sha256 of the cache. A push that was killed leaves the note. The next
+push of the same cache skips files of the right size; a push of another cache is refused. On the hub a push is one
+commit, without a note.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from niels_gpt.exchange.transfer.remote import (
     scheme_of,
 )
 from niels_gpt.kinds.folders import refuse_unless_cache
-from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.locks import hold_version
@@ -43,6 +42,7 @@ from niels_gpt.storage.meta_json import (
     sha256_regular,
 )
 from niels_gpt.storage.versions import public_path
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 MARK_VERSION = 1
@@ -54,18 +54,18 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class _Found:
-    """What is at the URL."""
+    """Content of the URL before a push."""
 
     content: str | None = None
-    """The content_sha256 of the cache there; None without a meta.json."""
+    """content_sha256 of the cache there; None without a meta.json."""
     raw: bytes = b""
-    """Its meta.json."""
+    """Bytes of its meta.json."""
     mark: dict[str, Any] | None = None
-    """The note of a push."""
+    """Note of a push."""
     names: frozenset[str] = frozenset()
-    """Files that the meta.json or the note names."""
+    """Files that meta.json or the note names."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """Of all files."""
+    """Name and bytes of every file."""
 
 
 def push(
@@ -79,16 +79,16 @@ def push(
     public: bool = False,
     card: bytes | None = None,
 ) -> Pushed:
-    """Send a cache. One that is there already is not sent again.
+    """Send a cache to a URL, unless it is there already.
 
-    cache: its public folder. url: a path or URL without credentials: the folder that will have the cache's files.
-    replace: another cache there is replaced; a collection: only one whose content_sha256 is among these.
-    check: read every file back and compare its sha256; one that differs is sent again. Of hf://, offer every
-        file once more: the hub knows files by their sha256, and takes those that differ. jobs: files at once.
+    cache: its public folder. url: path or URL of the folder for its files, without credentials.
+    replace: replace another cache there; a collection: only a cache with one of these content_sha256.
+    check: read every file back, and send it again if its sha256 differs. For hf://, offer every file once more: the hub
+        knows files by their sha256 and takes those that differ. jobs: files at once.
     progress: called with files, bytes done, and bytes in all, by one thread at a time.
-    public, card: of a repository on the Hugging Face hub: whether everybody may read it, and its README.md.
-    Raises: FileNotFoundError; ValueError for the URL; CacheError E610 where something else is there or another push
-        takes its place, E611 for a damaged file, E612 where the bucket cannot be used; OSError.
+    public, card: only for a repository on the hub: whether everybody may read it, and its README.md.
+    Raises: FileNotFoundError; ValueError for the URL; CacheError E610 if something else is there, or another push takes
+        its place, E611 for a damaged file, E612 if the bucket cannot be used; OSError.
     """
     refuse_unless_cache(cache)
     folder = resolved(cache)
@@ -108,7 +108,7 @@ def push(
 
 
 class _Push:
-    """One push."""
+    """One push to a bucket."""
 
     def __init__(self, folder: Path, local: Described, bucket: Bucket, tally: Tally, jobs: int) -> None:
         self.folder, self.local, self.bucket, self.tally, self.jobs = folder, local, bucket, tally, jobs
@@ -116,7 +116,7 @@ class _Push:
         bucket.patience.pause = tally.pause
 
     def run(self, replace: bool | Collection[str], check: bool) -> Pushed:
-        """Push. Raises: as `push`."""
+        """Take the URL, send the files, then meta.json, and remove the note."""
         found = self._take(self._found(), replace)
         is_there = found.content == self.local.content_sha256
         resumes = is_there or (found.mark or {}).get("content_sha256") == self.local.content_sha256
@@ -139,9 +139,10 @@ class _Push:
         return list(self.local.records.values())
 
     def _found(self) -> _Found:
-        """Look at what is at the URL. Raises: CacheError E610 for a meta.json or a note that is none of ours.
+        """Look at the URL. Raises: CacheError E610 for a meta.json or a note of another program.
 
-        In the order against that of a push: one that ends meanwhile has its note or its meta.json seen with its files.
+        Reads in the opposite order of a push, so that a push which ends meanwhile is seen with its note or its
+        meta.json.
         """
         sizes = self.bucket.sizes()
         note, raw = (self.bucket.read(name, MAX_JSON_BYTES) for name in (MARK_NAME, META_NAME))
@@ -163,7 +164,10 @@ class _Push:
         return _Found(content, raw or b"", mark, frozenset(names), tuple(sizes.items()))
 
     def _take(self, found: _Found, replace: bool | Collection[str]) -> _Found:
-        """Unless the cache is there, write the note of this push and remove what it replaces. Raises: E610."""
+        """Unless the cache is there, write the note of this push and remove the cache that it replaces.
+
+        Raises: CacheError E610 if another cache or push is there, and may not be replaced.
+        """
         own = self.local.content_sha256
         if found.content == own:
             return found
@@ -185,7 +189,7 @@ class _Push:
         return _Found()
 
     def _begin(self, replace: bool | Collection[str]) -> _Found:
-        """Write the note where nothing was, and look again: another push may have ended since. Raises: as `_take`."""
+        """Write the note at an empty URL, and look again, because another push may have ended since."""
         if not self.bucket.create(MARK_NAME, self._mark([])):
             return self._take(self._found(), replace)  # another process was faster
         found = self._found()
@@ -212,7 +216,7 @@ class _Push:
         return CacheError(self.bucket.shown, found, remedy=f"Wait for it. {_REPLACE}", code="E610")
 
     def _send(self, record: dict[str, Any], sizes: dict[str, int], is_there: bool) -> None:
-        """Send a file, unless it is there; look at its size on arrival."""
+        """Send a file, unless it is there, and check the size that arrived."""
         name, size = str(record["name"]), int(record["bytes"])
         self.tally.add()
         if sizes.get(name) == size:
@@ -229,7 +233,7 @@ class _Push:
         self.tally.add(moved=size, files=1)
 
     def _refuse_if_taken(self) -> None:
-        """Raise CacheError E610 where the note at the URL is no longer of this cache, unless the cache is there."""
+        """Raise CacheError E610 if the note at the URL is of another cache, unless this cache is there."""
         own, note = self.local.content_sha256, self._parsed(MARK_NAME)
         content = note.get("content_sha256")
         if content == own:
@@ -247,7 +251,7 @@ class _Push:
             return {}
 
     def _finish(self, is_there: bool) -> None:
-        """Compare all sizes once more, and put meta.json."""
+        """Compare all sizes once more, and write meta.json."""
         if not is_there:
             self._refuse_if_taken()
         sizes = self.bucket.sizes()
@@ -259,7 +263,7 @@ class _Push:
         self.bucket.write(META_NAME, self.local.raw)
 
     def _check(self, record: dict[str, Any], sizes: dict[str, int], is_there: bool) -> None:
-        """Read a file back and compare its sha256; send it again, once, where it is another one."""
+        """Read a file back and compare its sha256. If it differs, send it again, once."""
         where, size, expected = self.bucket.at(str(record["name"])), int(record["bytes"]), record["sha256"]
         if (found := self._read_back(record)) == expected:
             return
@@ -284,19 +288,19 @@ class _Push:
 
 
 def _names_of(mark: dict[str, Any]) -> set[str]:
-    """Return the files that the note of a push names. Raises: CacheError, LookupError, TypeError."""
+    """Return the files that the note of a push names. Raises: CacheError, LookupError, TypeError for another."""
     if mark["kind"] != "push" or mark["push_version"] != MARK_VERSION or not isinstance(mark["content_sha256"], str):
         raise ValueError("not the note of a push, or one of a later release")
     return {checked_name(name, "a file's name", MARK_NAME) for name in [*mark["files"], *mark["removing"]]}
 
 
 def _may_replace(replace: bool | Collection[str], content: str) -> bool:
-    """Whether a push may take the place of the cache of this content_sha256. replace: as of `push`."""
+    """Return whether a push may replace the cache with this content_sha256."""
     return replace if isinstance(replace, bool) else content in replace
 
 
 def _refuse_foreign_files(where: str, foreign: Collection[str]) -> None:
-    """Raise CacheError E610 where a URL has files that are not of a cache."""
+    """Raise CacheError E610 if a URL has files that belong to no cache."""
     if foreign:
         some = ", ".join(sorted(foreign)[:3])
         found = f"holds {len(foreign):,} files that are not of a cache ({some}). Nothing was changed"
@@ -304,12 +308,12 @@ def _refuse_foreign_files(where: str, foreign: Collection[str]) -> None:
 
 
 def _other_cache(where: str, content: str, own: str) -> CacheError:
-    """Return the error of a URL that has another cache, by the content_sha256 of both."""
+    """Return the error for a URL that holds another cache. content, own: content_sha256 of both."""
     return CacheError(where, f"holds another cache ({content[:12]})", own[:12], _REPLACE, code="E610")
 
 
 def _whole(folder: Path, local: Described, record: dict[str, Any]) -> Path:
-    """Return the path of a file of a cache. Raises: CacheError E611 if its record has another sha256."""
+    """Return the path of a file of a cache. Raises: CacheError E611 if its sha256 is not the recorded one."""
     path = path_inside(folder, str(record["name"]))
     if (actual := sha256_regular(path, least_share=local.kind.least_share)) != record["sha256"]:
         found = f"its sha256 is {actual[:12]}"
@@ -331,9 +335,9 @@ def _push_hub(
     card: bytes | None,
     progress: Progress | None,
 ) -> Pushed:
-    """Send a cache as one commit. The repository is made if absent, private unless `public`.
+    """Send a cache as one commit. Makes the repository if it is absent, private unless `public`.
 
-    folder, local: of the version. The rest, and what it raises: as `push`.
+    folder, local: of the version. Takes the other arguments of `push`, and raises its errors.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -375,9 +379,9 @@ def _push_hub(
 def _old_files(
     bucket: Bucket, raw: bytes | None, local: Described, url: str, replace: bool | Collection[str]
 ) -> set[str]:
-    """Return the files of the cache that is there. raw: its meta.json; None without one.
+    """Return the files of the cache at the URL. raw: its meta.json; None without one.
 
-    Raises: CacheError E610 for another cache, and for other files.
+    Raises: CacheError E610 for another cache, or for files of no cache.
     """
     there = None if raw is None else described(raw, bucket.at(META_NAME))
     names = set() if there is None else set(there.records)
@@ -389,7 +393,7 @@ def _old_files(
 
 
 def _asked(url: str, ask: Callable[[], _T], num_bytes: int = 0) -> _T:
-    """Ask the hub, whose library repeats what may pass; no message has a credential. num_bytes: that are sent."""
+    """Ask the hub, whose library retries by itself. No message holds a credential. num_bytes: to send."""
     try:
         return Patience().answer(url, in_thread(ask), end_of(num_bytes))
     except CacheError:

@@ -1,4 +1,8 @@
-"""A folder at a URL: reads, writes, retries. Credentials are the libraries' own, and no message of it holds one."""
+"""Read and write files at a URL, with retries. Libraries find the credentials, and no message here holds one.
+
+No library is certain to end a request, because a server may send a byte a second. So each request has an end here, and
+a line says while no answer comes.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +28,22 @@ from niels_gpt.storage.waits import Waits, asked_seconds, causes, is_passing
 logger = logging.getLogger(__name__)
 
 RANGE_BYTES = 8 << 20
-"""Bytes that are read at once."""
+"""Bytes read at once."""
 ATTEMPTS = 5
-"""Attempts at a request, beside those that the libraries make themselves."""
+"""Attempts at a request, beside the attempts of the libraries."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
-"""Seconds before the second attempt; each later wait is twice as long, up to the longest."""
+"""Seconds before the second attempt. Each later wait is twice as long, up to the longest."""
 JITTER = 0.25
-"""Part of a wait by which it differs: many files are sent at once, and would all come back to a busy server at once."""
+"""Part of a wait by which it varies: otherwise many files would all come back to a busy server at once."""
 LONGEST_RETRY_AFTER_S = 300.0
-"""Seconds; the longest wait that a server may ask for. More is an error, for a request ends after ten minutes."""
+"""Longest wait in seconds that a server may ask for. More is an error, because a request ends after ten minutes."""
 
 SAID_AFTER_S, LONGEST_SILENCE_S = 10.0, 60.0
-"""Seconds without an answer of a server until a line says so; twice as many until each next line, up to the longest."""
+"""Seconds without an answer until a line says so. Each next line waits twice as long, up to the longest."""
 LONGEST_S = 600.0
 """Seconds that a request may take, with all its attempts."""
 UPLOAD_BYTES_PER_S = 1 << 14
-"""So many bytes that are sent make that a second longer."""
+"""Each so many bytes to send give a request another second."""
 
 _LIBRARIES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "az": ("adlfs", "az")}
 _SAME = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": "file", "": "file"}
@@ -55,14 +59,17 @@ _NETWORK = frozenset(
         *("ServiceRequestError", "ServiceResponseError"),  # azure
     }
 )
-"""Classes of errors of the libraries that a later attempt may not meet."""
+"""Library errors that a later attempt may not meet."""
 HUB_FOLDER = re.compile(r"datasets/([\w.-]+/[\w.-]+)(?:@([^/:@]+))?(?:/(.*))?")
-"""A folder on the hub: its repository, revision and path in it."""
+"""A folder on the hub: repository, revision and path."""
 _T = TypeVar("_T")
 
 
 def scheme_of(url: str) -> str:
-    """Return the scheme of a URL: file for a path. Raises: ValueError for one of no use here, or with credentials."""
+    """Return the scheme of a URL: file for a path.
+
+    Raises: ValueError for an unknown scheme, a malformed URL, or credentials in it.
+    """
     scheme, colon, rest = url.partition("://")
     kind = _SAME.get(scheme.lower(), scheme.lower()) if colon else "file"
     if kind not in _SCHEMES:
@@ -82,7 +89,7 @@ def scheme_of(url: str) -> str:
 
 
 def path_of(url: str) -> Path:
-    """Return the absolute path that a path or a URL file:// names."""
+    """Return the absolute path that a path or a file:// URL names."""
     _, colon, rest = url.partition("://")
     if colon and rest.startswith("localhost/"):
         rest = rest.removeprefix("localhost")
@@ -94,8 +101,8 @@ def _known() -> str:
 
 
 def redacted(text: str) -> str:
-    """Return an error's text on one line, without what may be a credential: queries, users and passwords of URLs,
-    and the values of environment variables that hold keys."""
+    """Return an error text on one line without possible credentials: queries, users and passwords of URLs, and the
+    values of environment variables that hold keys."""
     for name, value in os.environ.items():
         if len(value) >= 6 and _SECRET.search(name):
             text = text.replace(value, "***")
@@ -109,18 +116,18 @@ _KEYS = re.compile(r"(?i)((?:signature|credential|secret|token|password|authoriz
 
 
 class Bucket:
-    """A folder at a URL, of one cache."""
+    """The folder of one cache at a URL."""
 
     def __init__(self, url: str) -> None:
-        """url: a path, or scheme://..., without credentials. Raises: ValueError; ImportError without the library."""
+        """url: a path or scheme://..., without credentials. Raises: ValueError; ImportError without the library."""
         kind = scheme_of(url)
         self.shown = printable(url.rstrip("/"))
-        """The URL for messages."""
+        """URL for messages."""
         self.folder = path_of(url) if kind == "file" else None
-        """The folder, where it is one on a disk."""
+        """Folder on a disk; None for a bucket."""
         self.is_local = kind == "file"
         self.least_share = LEAST_SHARE
-        """Of a file on a disk, as `refuse_holes`."""
+        """Of a file on a disk: see `refuse_holes`."""
         self.patience = Patience()
         self._fs, self._root = _opened(kind, url, self.patience)
         self._is_s3 = kind == "s3"
@@ -130,7 +137,7 @@ class Bucket:
         return f"{self.shown}/{printable(name)}".rstrip("/")
 
     def read(self, name: str, most: int) -> bytes | None:
-        """Return a small file; None without one. Raises: CacheError E206 for more than `most` bytes; E612."""
+        """Return a small file; None if absent. Raises: CacheError E206 for more than `most` bytes; E612."""
         size = self.size(name)
         if size is None:
             return None
@@ -142,7 +149,7 @@ class Bucket:
             return None
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of a file; None without one."""
+        """Return the size of a file in bytes; None if absent."""
         try:
             about = self._asked(name, "info", self._path(name))
         except (FileNotFoundError, NotADirectoryError):
@@ -150,7 +157,7 @@ class Bucket:
         return int(about["size"]) if about.get("type") == "file" else None
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every file below the folder, by its name."""
+        """Return the size in bytes of every file below the folder, by name."""
         try:
             found = self._asked("", "find", self._root, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -161,9 +168,10 @@ class Bucket:
         return {name: size for name, size in names.items() if not _HALF.fullmatch(name) and (size or name)}
 
     def part(self, name: str, begin: int, end: int) -> bytes:
-        """Return bytes of a file, as many as there are. Raises: FileNotFoundError; CacheError E612.
+        """Return bytes `begin` to `end` of a file; fewer if it ends before.
 
-        On a disk CacheError for what is not a regular file, such as a pipe, which would never end.
+        Raises: FileNotFoundError; CacheError E612; on a disk E205 for a link or anything but a regular file, because a
+            pipe would never end.
         """
         if self.is_local:
             with open(open_regular(self._path(name), least_share=self.least_share), "rb") as file:
@@ -177,13 +185,14 @@ class Bucket:
             return b""
 
     def pieces(self, name: str, begin: int, end: int) -> Iterator[bytes]:
-        """Yield the bytes of a file, in ranges, as many as there are. Raises: FileNotFoundError; CacheError E612."""
+        """Yield bytes `begin` to `end` of a file in ranges; fewer if it ends before. Raises: FileNotFoundError;
+        CacheError E612."""
         while begin < end and (piece := self.part(name, begin, min(begin + RANGE_BYTES, end))[: end - begin]):
             yield piece
             begin += len(piece)
 
     def send(self, name: str, path: Path) -> None:
-        """Put a file. On a disk it appears whole. Raises: CacheError E612; OSError."""
+        """Send a file. On a disk it appears whole. Raises: CacheError E612; OSError."""
         if self.is_local:
             self._place(name, lambda half: self._fs.put_file(os.fspath(path), half))
             return
@@ -196,14 +205,14 @@ class Bucket:
         self._put(name, size, "put_file", os.fspath(path), self._path(name), **more)
 
     def write(self, name: str, content: bytes) -> None:
-        """Put a small file, or replace it. Raises: CacheError E612; OSError."""
+        """Write or replace a small file. Raises: CacheError E612; OSError."""
         if self.is_local:
             self._place(name, lambda half: self._fs.pipe_file(half, content))
         else:
             self._put(name, len(content), "pipe_file", self._path(name), content)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Put a small file unless there is one; False where there is one. Atomic on disks and on S3."""
+        """Write a small file. Returns False if it exists. Atomic on disks and on S3."""
         try:
             if self.is_local:
                 self._place(name, lambda half: self._fs.pipe_file(half, content), os.link)
@@ -214,14 +223,15 @@ class Bucket:
         return True
 
     def remove(self, name: str) -> None:
-        """Remove a file; an absent one is accepted."""
+        """Remove a file, if it exists."""
         try:
             self._asked(name, "rm_file", self._path(name))
         except FileNotFoundError:
             return
 
     def clear(self, names: Collection[str]) -> None:
-        """Remove what killed pushes to a disk left half written of these files. What is written now is locked."""
+        """Remove half-written versions of these files that killed pushes left on a disk. Running pushes hold locks on
+        theirs."""
         for path in self._fs.find(self._root) if self.is_local else ():
             half = _HALF.fullmatch(os.path.relpath(path, self._root))
             if half is None or half[1] + half[2] not in names:
@@ -231,7 +241,7 @@ class Bucket:
                 fileio.remove(path)
 
     def _path(self, name: str) -> str:
-        """Return where a file is. Raises: CacheError E205 on a disk, where a link is in its way."""
+        """Return the path of a file. Raises: CacheError E205 on a disk if a link is in its way."""
         if self.folder is not None:
             return os.fspath(path_inside(self.folder, name))
         return f"{self._root.rstrip('/')}/{name}"
@@ -239,7 +249,7 @@ class Bucket:
     def _place(
         self, name: str, make: Callable[[str], object], put: Callable[[str, str], object] = fileio.rename
     ) -> None:
-        """Make a file on a disk beside its name, durably, and let it appear."""
+        """Make a file on a disk beside its name, durably, and then let it appear."""
         folder, _, last = self._path(name).rpartition("/")
         fileio.make_dir(folder)
         half = f"{folder}/.{last}.{secrets.token_hex(4)}.tmp"
@@ -260,10 +270,10 @@ class Bucket:
             raise CacheError(self.shown, redacted(str(error)), "a bucket that exists", code="E612") from None
 
     def _asked(self, name: str, method: str, *arguments: object, num_bytes: int = 0, **how: object) -> Any:
-        """Call a method of the file system, and again after failures that may pass. num_bytes: that are sent.
+        """Call a method of the file system, and call it again after passing failures. num_bytes: to send.
 
-        Raises: FileNotFoundError, NotADirectoryError, FileExistsError; OSError of a disk; CacheError E205 for a link
-            on it, and E612 for all else.
+        Raises: FileNotFoundError, NotADirectoryError, FileExistsError; OSError of a disk; CacheError E205 for a link on
+            a disk, E612 for all else.
         """
         end = end_of(num_bytes)
         for attempt in range(1, ATTEMPTS + 1):
@@ -307,7 +317,7 @@ _NO_BUCKET = "Check the address: this server does not answer as a bucket does"
 
 
 def _opened(kind: str, url: str, patience: Patience) -> tuple[Any, str]:
-    """Return the file system of a URL and the folder in it. Nothing is asked yet."""
+    """Return the file system of a URL and the folder in it. Asks no server."""
     import fsspec
 
     if kind == "file":
@@ -333,7 +343,7 @@ def _opened(kind: str, url: str, patience: Patience) -> tuple[Any, str]:
 
 
 def _pinned(fs: Any, root: str, url: str, patience: Patience) -> str:
-    """Return a folder of a dataset on the hub at the commit that its revision has now: all reads are of one."""
+    """Return a folder of a dataset on the hub at its current commit, so that all reads are of one revision."""
     from huggingface_hub import HfApi
 
     def ask() -> str:
@@ -351,7 +361,7 @@ def _pinned(fs: Any, root: str, url: str, patience: Patience) -> str:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether a later attempt may succeed: the class of an error or of a cause of it decides, or its HTTP status."""
+    """Return whether a later attempt may succeed, by the class or HTTP status of an error or its causes."""
     for one in () if _is_too_long(error) else causes(error):
         if isinstance(one, ConnectionError | TimeoutError) or _NETWORK & {kind.__name__ for kind in type(one).__mro__}:
             return True  # before its cause: aiohttp gives its own errors the status 400
@@ -365,12 +375,12 @@ def _is_too_long(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of an error or of a cause of it."""
+    """Return the HTTP status of an error or one of its causes."""
     return next((status for one in causes(error) if (status := _own_status(one)) is not None), None)
 
 
 def _asked_seconds(error: BaseException) -> float | None:
-    """Return the seconds that a server asked to wait: its error, or a cause, has the headers of the answer."""
+    """Return the seconds that a server asked to wait, by the headers that an error or one of its causes holds."""
     for one in causes(error):
         response = getattr(one, "response", None)
         of_botocore = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
@@ -381,7 +391,7 @@ def _asked_seconds(error: BaseException) -> float | None:
 
 
 def _own_status(error: BaseException) -> int | None:
-    """Return the HTTP status that an error of a library has, each in its own place."""
+    """Return the HTTP status of an error; each library keeps it in another attribute."""
     response = getattr(error, "response", None)
     of_botocore = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
     places = (
@@ -397,20 +407,23 @@ def _own_status(error: BaseException) -> int | None:
 
 
 class Patience:
-    """Waits for the answers of one server, in several threads."""
+    """Wait for the answers of one server, in several threads."""
 
     def __init__(self) -> None:
         self.pause: Callable[[float], object] = time.sleep
-        """Waits so many seconds; may raise to give up."""
+        """Waits some seconds; may raise to give up."""
         self._heard = self._said = float("-inf")
         self._silence = SAID_AFTER_S
 
     def heard(self, *_: object, **__: object) -> None:
-        """Note that the server does its work. Also a hook of fsspec's callbacks."""
+        """Note that the server works. Also a hook for fsspec's callbacks."""
         self._heard = time.monotonic()
 
     def answer(self, what: str, request: Future[_T], end: float) -> _T:
-        """Return the answer to a request. what: for messages. Raises: as the request; CacheError E612 at `end`."""
+        """Return the answer to a request. what: for messages.
+
+        Raises: the errors of the request; CacheError E612 at `end`.
+        """
         begin = time.monotonic()
         try:
             while not request.done() and not wait([request], min(1.0, SAID_AFTER_S)).done:
@@ -433,12 +446,12 @@ class Patience:
 
 
 def end_of(num_bytes: int = 0) -> float:
-    """Return when a request that begins now is given up. num_bytes: that it sends."""
+    """Return the time at which a request that begins now is given up. num_bytes: to send."""
     return time.monotonic() + LONGEST_S + num_bytes / UPLOAD_BYTES_PER_S
 
 
 def in_thread(ask: Callable[[], _T]) -> Future[_T]:
-    """Return a request of a library without coroutines: a thread makes it, and is left behind where it never ends."""
+    """Run a request of a library without coroutines in a thread, which is left behind if it never ends."""
     request: Future[_T] = Future()
     request.set_running_or_notify_cancel()
 

@@ -2,12 +2,10 @@
 
 docs/formats.md has the bytes. Nothing here is tokenized: ids are stored as they were sampled.
 
-records.py    Rollout and RolloutGroup; which samples are dropped, and why
-format.py     names of the files, columns of the index; a group as arrays
+records.py    public: Rollout and RolloutGroup; which samples are dropped; the files, and a group as stored arrays
 build.py      public: groups -> a committed cache, resumable
 joining.py    how units become one cache
-index.py      whether the numbers of the index fit each other and the files
-reader.py     public: RolloutDataset: a group as samples or as a forest with its fields
+reader.py     public: RolloutDataset: a group as samples or as a forest with its fields; checks the index
 kind.py       the kind rollouts: checks, figures, groups and tokens for people
 stream.py     public: RolloutStream: bins of several groups by epochs, for ranks and workers, resumable
 """

@@ -1,4 +1,4 @@
-"""RolloutDataset: the groups of a split, each as samples or as a forest, with the fields of their tokens.
+"""RolloutDataset: the groups of a split, each as samples or as a forest, with their fields.
 
 Opening checks meta.json, the size of every file and the whole index; reading a group checks its ids and its folding.
 """
@@ -18,18 +18,21 @@ from niels_gpt.cache.checksums import Check, CheckedItems
 from niels_gpt.cache.formats import token_dtype_of
 from niels_gpt.cache.mmap import mapped_npy, mmap_tokens, public_file
 from niels_gpt.cache.reader import Reader, named_cache
-from niels_gpt.prefix_tree.rollouts.format import (
+from niels_gpt.prefix_tree.rollouts.records import (
     BIT_ORDER,
+    FIELDS,
     GROUP_COLUMNS,
     KIND,
+    PER_TOKEN,
     SAMPLE_COLUMNS,
     Ints,
+    Rollout,
+    RolloutGroup,
+    Sample,
     file_of,
     per,
     scored_tokens,
 )
-from niels_gpt.prefix_tree.rollouts.index import check_index
-from niels_gpt.prefix_tree.rollouts.records import FIELDS, PER_TOKEN, Rollout, RolloutGroup, Sample
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, id_of_line
 from niels_gpt.storage.meta_json import file_records, path_inside, wrong_value
@@ -37,6 +40,9 @@ from niels_gpt.tokenizers.protocol import MAX_IDS
 
 if TYPE_CHECKING:
     from niels_gpt.prefix_tree.forest import PrefixForest
+
+
+from niels_gpt.prefix_tree.rollouts.records import PER_SAMPLE
 
 _FLOAT = np.dtype("<f4")
 _BYTE = np.dtype("u1")
@@ -54,10 +60,10 @@ class _Offsets(NamedTuple):
 
 
 class RolloutDataset(Reader):
-    """The groups of one split. A group's samples keep the order in which they were given.
+    """The groups of one split. The samples of a group keep the order of the build.
 
-    Versions, forks and pickles: as `niels_gpt.cache.reader.Reader`. Files are mapped, never read as a whole, but for
-    the index, which is checked in pieces.
+    It holds its version and may be forked and pickled: see `niels_gpt.cache.reader.Reader`. Files are mapped and never
+    read as a whole, except the index, which is checked in pieces.
     """
 
     kind = KIND
@@ -76,12 +82,12 @@ class RolloutDataset(Reader):
         """path: of a rollout cache, such as cache/rollouts/NAME, or of a split in it: cache/rollouts/NAME/val.
 
         split: "train" or "val"; None: what `path` says, else "train".
-        tokenizer_sha256: raise CacheError unless the ids are of this model. expect: an earlier `fingerprint`; raise
-        CacheError unless the split still has it. check: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
+        tokenizer_sha256: raise CacheError unless this tokenizer produced the ids. expect: an earlier `fingerprint`;
+        raise CacheError unless the split still has it. check: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
 
         Raises:
             FileNotFoundError: no such cache or file.
-            CacheError: a damaged cache, one of another kind, and a split without a group. It names the file.
+            CacheError: a damaged cache, a cache of another kind, or a split without a group (E204). It names the file.
             ValueError: another split or check.
         """
         self._asked = tokenizer_sha256
@@ -173,19 +179,20 @@ class RolloutDataset(Reader):
     def group(self, group: int) -> RolloutGroup:
         """Return the samples of a group, with their masks and fields; `loss_mask` is never None.
 
-        Raises: IndexError; CacheError, naming file and place, for an id outside the vocabulary.
+        Raises: IndexError; CacheError E203, naming file and place, for values that no build writes.
         """
         return RolloutGroup(self.id(group), [_rollout(sample) for sample in self.read(group)])
 
     def forest(self, group: int, samples: Sequence[int] | None = None) -> PrefixForest:
         """Return a group, or some of its samples, folded: with loss mask and prompt lengths, samples in this order.
 
-        Raises: as `group`; CacheError if it folds into another number of tokens than the index has.
+        Raises: IndexError; CacheError E203 for an id outside the vocabulary, or if the group folds into another number
+            of tokens than the index has.
         """
         return self.folded(group, self.read(group, samples), samples is None)
 
     def folded(self, group: int, samples: Sequence[Sample], is_whole: bool) -> PrefixForest:
-        """Return samples of `read` as a forest. is_whole: they are all of their group, whose size is then compared."""
+        """Return samples of `read` as a forest. is_whole: all samples of the group; compares the forest's size."""
         import torch
 
         from niels_gpt.prefix_tree.forest import PrefixForest
@@ -220,7 +227,10 @@ class RolloutDataset(Reader):
         return group, sample - int(self.groups[group, 0])
 
     def read(self, group: int, samples: Sequence[int] | None = None) -> list[Sample]:
-        """Return all samples of a group, or some of them, as arrays. Raises: as `group`."""
+        """Return all samples of a group, or some of them, as arrays.
+
+        Raises: IndexError; CacheError E203, naming file and place, for values that no build writes.
+        """
         row, at = self._group(group), self._offsets_of(group)
         first, begin = row["first_sample"], row["first_token"]
         shared = self._tokens[begin : begin + row["prefix"]]
@@ -242,7 +252,7 @@ class RolloutDataset(Reader):
         return found
 
     def _offsets_of(self, group: int) -> _Offsets:
-        """Return where the samples of a group lie; those of the last group are kept, for one that is read in parts."""
+        """Return where the samples of a group lie. Keeps the last answer: a stream reads a large group in parts."""
         if self._offsets is None or self._offsets[0] != group:
             row = self._group(group)
             lengths, prompts = self.samples[row["first_sample"] : row["first_sample"] + row["samples"], :2].T
@@ -258,7 +268,7 @@ class RolloutDataset(Reader):
         return self._offsets[1]
 
     def _mask(self, first: int, length: int) -> npt.NDArray[np.bool_]:
-        """Return the loss mask of a sample from its first bit in the file on."""
+        """Return the loss mask of a sample, bool [length]. first: its first bit in the file."""
         some = self._bits[first // 8 : (first + length + 7) // 8]
         return np.unpackbits(some, bitorder=BIT_ORDER)[first % 8 : first % 8 + length].view(np.bool_)
 
@@ -275,7 +285,7 @@ class RolloutDataset(Reader):
             raise CacheError(path, found, f"ids below {limit}", REBUILD, code="E203")
 
     def _check_sample(self, sample: Sample, targets: int, group: int, number: int) -> None:
-        """Raise CacheError unless mask and fields are as docs/formats.md has them. targets: by the index."""
+        """Raise CacheError E203 unless mask and fields are as docs/formats.md says. targets: by the index."""
         where, mask = f"sample {number} of group {group}", sample.loss_mask
         for name, values in sample.fields.items():
             if not np.isfinite(values).all():
@@ -317,3 +327,127 @@ def _fields(meta: Mapping[str, Any], where: str) -> dict[str, str]:
     if not isinstance(fields, dict) or not all(name in FIELDS and fields[name] == per(name) for name in fields):
         raise wrong_value(where, "fields", fields, f"some of {', '.join(FIELDS)}, with token or sample")
     return {name: per(name) for name in FIELDS if name in fields}
+
+
+# --- the index --------------------------------------------------------------------------------------------------------
+
+
+_PIECE = 1 << 18  # samples that are checked at once, or one group: the check takes many times their memory
+MAX_TOKENS = 1 << 31
+"""The most tokens of a sample: more would overflow its attention pairs in int64."""
+
+
+def check_index(folder: Path, split: str, groups: Ints, samples: Ints, sizes: Mapping[str, int]) -> None:
+    """Raise CacheError E203 unless the numbers of the index fit each other and the sizes of the files.
+
+    groups: int64 [groups, 9]. samples: int64 [samples, 5]. sizes: entries of the files by name: tokens, bytes of loss
+    bits and ids, and float32 of each field. Shared prefixes follow from the ids alone: the deep check compares them.
+    """
+    path = public_file(folder / f"index/{split}_groups.npy")
+    counts, column = groups[:, 1], dict(zip(GROUP_COLUMNS, groups.T, strict=True))
+    if counts.min() < 1 or counts.max() > len(samples):
+        raise CacheError(path, f"a group of {counts.min()} samples", "1 or more", REBUILD, code="E203")
+    ends = np.cumsum(counts)  # no overflow: each is at most the number of rows, and so is their number
+    if ends[-1] != len(samples) or not np.array_equal(column["first_sample"], ends - counts):
+        raise CacheError(path, "first_sample", f"sums of samples, {len(samples)} in all", REBUILD, code="E203")
+    begins = dict.fromkeys(("first_token", "first_byte", "first_score"), 0)
+    for first, last in _pieces(ends):
+        rows = samples[ends[first] - counts[first] : ends[last - 1]]
+        problem = _row_problem(rows, counts[first:last], sizes["tokens"])
+        if problem:
+            name = public_file(folder / f"index/{split}_samples.npy")
+            raise CacheError(name, f"{problem} in groups {first} to {last - 1}", remedy=REBUILD, code="E203")
+        for key, expected in _derived(rows, counts[first:last]).items():
+            actual = column[key][first:last]
+            if key in begins:
+                at = begins[key]
+                begins[key] = at + int(expected.sum())
+                expected = at + np.cumsum(expected) - expected
+            if not np.array_equal(actual, expected):
+                wrong = int((actual != expected).argmax())
+                found = f"{key} of group {first + wrong} is {actual[wrong]}"
+                raise CacheError(path, found, f"{expected[wrong]} by its samples", REBUILD, code="E203")
+    _check_ends(folder, split, begins, len(samples), sizes)
+    lines = column["first_id"]
+    if lines[0] != 0 or (np.diff(lines) < 1).any() or lines[-1] >= sizes["ids"]:
+        raise CacheError(path, "first_id", "rising bytes of the file of ids", REBUILD, code="E203")
+
+
+def _check_ends(folder: Path, split: str, ends: Mapping[str, int], samples: int, sizes: Mapping[str, int]) -> None:
+    expected = {"tokens": ends["first_token"], "loss": ends["first_byte"]}
+    expected |= {name: ends["first_score"] for name in PER_TOKEN} | dict.fromkeys(PER_SAMPLE, samples)
+    for name, size in sizes.items():
+        if size != expected.get(name, size):
+            path = public_file(folder / f"{split}_{name}.bin")
+            raise CacheError(path, f"{size} entries", f"{expected[name]} by the index", REBUILD, code="E203")
+
+
+def sums(groups: Ints, samples: Ints) -> dict[str, int]:
+    """Return the counts of a split, by the keys of meta.json; it has groups, samples and tokens in `totals`."""
+    lengths, prompts, targets, _, _ = samples.T
+    return {
+        "groups": len(groups),
+        "samples": len(samples),
+        "tokens": int(lengths.sum()),
+        "tokens_after": int(groups[:, 7].sum()),
+        "pairs": int((lengths * (lengths + 1) // 2).sum()),
+        "pairs_after": int(groups[:, 8].sum()),
+        "loss_tokens": int(targets.sum()),
+        "scores": int(scored_tokens(lengths, prompts).sum()),
+        "samples_without_target": int((targets == 0).sum()),
+    }
+
+
+def _pieces(ends: Ints) -> Iterator[tuple[int, int]]:
+    """Yield ranges of groups with at most _PIECE samples, or of one group."""
+    first = 0
+    while first < len(ends):
+        begin = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(ends.searchsorted(begin + _PIECE, side="right")))
+        yield first, last
+        first = last
+
+
+def _row_problem(rows: Ints, counts: Ints, tokens: int) -> str | None:
+    """Return the first problem of the samples of whole groups, or None."""
+    lengths, prompts, targets, order, lcps = rows.T
+    starts = np.cumsum(counts) - counts
+    if lengths.min() < 1 or lengths.max() > min(tokens, MAX_TOKENS):
+        return "a sample of 0 tokens, or of more than there are"
+    if (prompts < -1).any() or (prompts >= lengths).any():
+        return "a prompt that is not shorter than its sample"
+    if (targets < 0).any() or (targets >= lengths).any():
+        return "more targets than tokens after the first"
+    if (order < 0).any() or (order >= counts.repeat(counts)).any():
+        return "an order beyond its group"
+    places = order + starts.repeat(counts)
+    if not (np.bincount(places, minlength=len(rows)) == 1).all():
+        return "an order that names a sample twice"
+    sizes = lengths[places]
+    before = np.minimum(sizes, np.append(0, sizes[:-1]))
+    before[starts] = 0
+    if (lcps < 0).any() or (lcps > before).any():
+        return "an lcp that is longer than its samples"
+    return None
+
+
+def _derived(rows: Ints, counts: Ints) -> dict[str, Ints]:
+    """Return the columns of the groups that follow from their samples; places as sizes."""
+    lengths, prompts, _, order, lcps = rows.T
+    starts = np.cumsum(counts) - counts
+
+    def sums(values: Ints) -> Ints:
+        return np.add.reduceat(values, starts)
+
+    total, sizes = sums(lengths), lengths[order + starts.repeat(counts)]
+    shared = lcps.copy()
+    shared[starts] = sizes[starts]
+    prefix = np.where(counts > 1, np.minimum.reduceat(shared, starts), 0)
+    return {
+        "prefix": prefix,
+        "first_token": total - (counts - 1) * prefix,
+        "first_byte": -(-total // 8),
+        "first_score": sums(scored_tokens(lengths, prompts)),
+        "tokens_after": sums(sizes - lcps),
+        "pairs_after": sums((sizes * (sizes + 1) - lcps * (lcps + 1)) // 2),
+    }

@@ -19,15 +19,13 @@ from torch import Tensor
 
 from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.mmap import public_file
-from niels_gpt.display.tables import html_table
 from niels_gpt.prefix_tree.bins import SampleSizes, plan_bins
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.prefix_tree.rollouts.format import Ints
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset, values_of
-from niels_gpt.prefix_tree.rollouts.records import PER_SAMPLE, Sample
+from niels_gpt.prefix_tree.rollouts.records import PER_SAMPLE, Ints, Sample
 from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
-from niels_gpt.sampling.position import ResumableStream
 from niels_gpt.sampling.state import key_check, limited
+from niels_gpt.sampling.stream import Stream
 from niels_gpt.storage.errors import REBUILD, CacheError, NoLength, StateError
 from niels_gpt.storage.meta_json import checked_int, printable
 
@@ -115,7 +113,7 @@ class _Row(NamedTuple):
     step_samples: int
 
 
-class RolloutStream(ResumableStream[RolloutBin]):
+class RolloutStream(Stream[RolloutBin]):
     """Bins of a split, epoch after epoch: each sample exactly once an epoch, and a group in one bin where it fits.
 
     A step is the next `world_size` bins; rank r gets the r-th of them, so all ranks have the same number. The bins of a
@@ -151,16 +149,15 @@ class RolloutStream(ResumableStream[RolloutBin]):
             ValueError: a number out of range, or a sample above the budget.
         """
         world_size = checked_int("world_size", world_size, 1)
-        super().__init__(global_batch_size=world_size, rank=rank, world_size=world_size)
-        self.max_tokens, self.seed = checked_int("max_tokens", max_tokens, 1), checked_int("seed", seed, -(2**63))
-        self.epochs = None if epochs is None else checked_int("epochs", epochs, 1)
+        super().__init__(global_batch_size=world_size, rank=rank, world_size=world_size, seed=seed, epochs=epochs)
+        self.max_tokens = checked_int("max_tokens", max_tokens, 1)
         if oversize not in ("error", "own_bin"):
             raise ValueError(f"oversize={oversize!r}: expected 'error' or 'own_bin'")
-        self.oversize, self.device = oversize, "cpu"
+        self.oversize = oversize
         self._keys = random_keys(self.seed, ROUNDS, purpose=_PURPOSE)
         self.dataset = RolloutDataset(cache, split, tokenizer_sha256=tokenizer_sha256, expect=expect, check=check)
         self.samples_per_epoch = len(self.dataset.samples)
-        self.num_samples = None if self.epochs is None else limited("epochs", self.epochs, self.samples_per_epoch)
+        self._end = None if self.epochs is None else limited("epochs", self.epochs, self.samples_per_epoch)
         lengths = self.dataset.samples[:, 0]
         if oversize == "error" and lengths.max() > self.max_tokens:
             group, number = self.dataset.locate(int(lengths.argmax()))
@@ -175,14 +172,16 @@ class RolloutStream(ResumableStream[RolloutBin]):
         of = f"rank {self.rank} of {self.world_size}, consumed_samples={self._consumed}"
         return f"RolloutStream({self.dataset!r}, bins of {self.max_tokens:,} tokens, {of})"
 
-    def _repr_html_(self) -> str:
-        end = "without end" if self.num_samples is None else f"of {self.num_samples:,}"
-        rows = {
-            "cache": repr(self.dataset),
-            "bins": f"{self.max_tokens:,} tokens at most, rank {self.rank} of {self.world_size}",
-            "samples": f"{self._consumed:,} consumed, {end}",
-        }
-        return html_table("RolloutStream", rows.items())
+    def _rows(self) -> str:
+        return f"a bin of {self.max_tokens:,} tokens at most"
+
+    def _sources(self) -> dict[str, object]:
+        return {"cache": repr(self.dataset)}
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of rollouts until the stream ends; None: without end."""
+        return self._end
 
     def __len__(self) -> int:
         """Return the number of steps from the first sample to the end, the same on every rank. It plans all epochs.
@@ -210,10 +209,10 @@ class RolloutStream(ResumableStream[RolloutBin]):
         """Resume exactly where a state was taken, with any rank, world_size and number of workers.
 
         allow_other_content: resume in a cache of other content, at the last bin that ends at or before that number of
-            samples. Raises: as `ResumableStream.load_state_dict`; ValueError for a position inside a bin.
+            samples. Raises: the errors of `Stream.load_state_dict`; ValueError for a position inside a bin.
         """
         before = self._consumed
-        super().load_state_dict(state, allow_other_content=allow_other_content)
+        self._load(state, allow_other_content)
         at = self._bin_begin(self._consumed)
         if at != self._consumed and not allow_other_content:
             found, self._consumed = self._consumed, before

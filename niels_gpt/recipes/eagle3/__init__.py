@@ -1,9 +1,9 @@
-"""Chats + target model -> an EAGLE-3 cache.
+"""Builds EAGLE-3 caches from chats and a target model.
 
-options.py  every option's default, limits, help and flag; which setting it takes its value from
-input.py    which chats or rows the target is run over, and what identifies them
-request.py  options or settings -> target, tokenizer, input, manifest.json; what a resumed run takes from a plan
-prepare.py  that -> the plan, tokenized, with the draft's vocabulary; and the cache
-assets.py   eagle3/draft_vocab and eagle3/targets: when they are built, reused or resumed; the target again, for checks
-respond.py  chats -> a file of the target's own replies to them, which may be the input
+options.py  defines every option: default, limits, help, flag, and the setting that supplies it in a build
+input.py    reads the chats or rows that the target runs over, and identifies them
+request.py  resolves options or settings to target, tokenizer, input and manifest; decides what a resumed run inherits
+prepare.py  tokenizes, chooses the draft's vocabulary, plans, and builds the cache; loads the target again for checks
+assets.py   eagle3/draft_vocab and eagle3/targets: decides whether to build, reuse or resume them
+respond.py  writes a file of the target's own replies to chats, which may be the input
 """

@@ -1,13 +1,13 @@
-"""The assets eagle3/draft_vocab and eagle3/targets: when they are built, reused or resumed.
+"""The assets eagle3/draft_vocab and eagle3/targets: decides whether to build, reuse or resume them.
 
 eagle3/draft_vocab holds the tokens that the draft knows, counted without the target's weights: another size builds it
-again without the target. eagle3/targets takes its tokens from it, and makes it where it is not current. A version's
-folder is what python -m niels_gpt.eagle3.precompute writes. An unfinished one lies beside a plan.json, as partitions of
-a cache of text do:
+again without the target. eagle3/targets takes its tokens from it, and builds it if it is not current. A version's
+folder equals the output of python -m niels_gpt.eagle3.precompute. An unfinished one lies beside a plan.json, as
+partitions of a text cache do:
 
     <cache>/eagle3/.versions/targets/partitions-KEY/plan.json   the plan of units: fingerprints
-                                                    cache/      the unfinished version: its receipts say what is done
-                                                    sealed      content of the finished one, while it is committed
+                                                    cache/      the unfinished version, with receipts of finished shards
+                                                    sealed      content of the finished version while it is committed
                                                     .versions/  locks of partitions
 """
 
@@ -30,7 +30,7 @@ from niels_gpt.eagle3.draft_kind import DRAFT_VOCAB
 from niels_gpt.eagle3.shard_units import SHARDS, PlannedFolder
 from niels_gpt.engine.units import (
     SHARDS_RULE,
-    Plan,
+    PartitionPlan,
     Unit,
     discard_plan,
     fix_plan,
@@ -73,7 +73,7 @@ from niels_gpt.tokenizers.protocol import FullTokenizer
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.format.plan import TargetPlan
-    from niels_gpt.progress import Progress
+    from niels_gpt.work import Progress
 
 _SEALED = "sealed"
 _MOST_BYTES = 1 << 10
@@ -86,9 +86,12 @@ _PAUSE_SECONDS = 0.5  # between two looks at a partition that another builder ha
 def build_draft_vocab(
     settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
 ) -> Outcome:
-    """Build eagle3/draft_vocab, or reuse it. No weights are read.
+    """Build eagle3/draft_vocab, or reuse it. Reads no weights.
 
-    refresh, observed, Raises: as `build_targets`. progress: called with samples, tokens and None.
+    refresh: ask the hub for the newest revisions of chats and target. observed: fingerprint of the source from an
+        observation newer than the file. progress: called with samples, tokens and None.
+    Raises: LeftOut if no target is named or the extra eagle3 is missing; ValueError, CacheError, FileNotFoundError or
+        ConnectionError for settings, input or target that cannot be used.
     """
     apply_lock_setting(cache_root(settings), settings.lock)
     path = cache_root(settings) / VOCAB_KEY
@@ -106,15 +109,15 @@ def build_draft_vocab(
 def resolved_for_vocab(
     settings: Settings, *, observed: str | None = None, refresh: bool = False, target: Path | None = None
 ) -> Resolved:
-    """Return what the settings stand for; chats of the hub have the revision of the committed file at least."""
+    """Resolve the settings; chats of the hub keep at least the revision of the committed file."""
     newest = observed or (recorded_recipe(cache_root(settings) / VOCAB_KEY).get("source") or {}).get("fingerprint")
     return resolved(settings, observed=newest, refresh=refresh, hash_weights=False, target=target)
 
 
 def current_draft_vocab(found: Resolved, *, reads_hub: bool = True) -> list[int] | None:
-    """Return the target's id of each token of the draft, of the committed file; None where that is not current.
+    """Return the target's ids in the committed draft vocabulary; None if it is not current.
 
-    reads_hub: as of `Resolved.is_current`.
+    reads_hub: see `Resolved.is_current`.
     """
     from niels_gpt.eagle3.vocab import load_token_mapping
 
@@ -126,7 +129,7 @@ def current_draft_vocab(found: Resolved, *, reads_hub: bool = True) -> list[int]
 
 
 def commit_draft_vocab(prepared: Prepared) -> dict[str, Any]:
-    """Commit the draft's vocabulary of a plan, counted from its samples; returns meta.json."""
+    """Commit the draft vocabulary of a plan, with counts from its samples; return meta.json."""
     import numpy as np
 
     from niels_gpt.eagle3.vocab import MAPPING_NAME
@@ -170,22 +173,22 @@ def build_targets(
     """Build eagle3/targets, or reuse it.
 
     refresh: ask the hub for the newest revisions of chats and target. observed: fingerprint of the source from an
-    observation newer than the cache. progress: as `produce`.
-    Raises: as `TargetUnits` and `TargetUnits.build_all`.
+        observation newer than the cache. progress: called with the bytes written, the finished tokens and all tokens.
+    Raises: the errors of `TargetUnits` and of `TargetUnits.build_all`.
     """
     return TargetUnits(settings, refresh=refresh, observed=observed).build_all(progress)
 
 
 def are_current_targets(found: Resolved, *, reads_hub: bool = True) -> bool:
-    """Whether the committed eagle3/targets is what was asked for, and has its shards.
+    """Return whether the committed eagle3/targets is the requested one, and has its shards.
 
-    reads_hub: as of `Resolved.is_current`.
+    reads_hub: see `Resolved.is_current`.
     """
     return found.is_current(KEY, reads_hub=reads_hub) and _has_its_shards(cache_root(found.settings) / KEY)
 
 
 def _has_its_shards(path: Path) -> bool:
-    """Whether every shard has the size that its receipt states; meta.json of an earlier build lists no shards."""
+    """Return whether every shard has the size in its receipt; meta.json of an earlier build lists no shards."""
     from niels_gpt.eagle3.format.layout import shard_path
     from niels_gpt.eagle3.format.shard_writer import read_receipt
 
@@ -200,7 +203,7 @@ def _has_its_shards(path: Path) -> bool:
 
 
 def _with_all_files(found: Resolved, path: Path) -> dict[str, Any]:
-    """Return meta.json of the committed cache; one of an earlier build, which names no shard, gets their records."""
+    """Return meta.json of the committed cache, after adding the shards to one of an earlier build."""
     from niels_gpt.eagle3.format.meta import lists_shards, meta_of
 
     if lists_shards(meta := read_meta(str(path / META_NAME))):
@@ -219,16 +222,16 @@ def _with_all_files(found: Resolved, path: Path) -> dict[str, Any]:
 
 
 def _build_key(plan: TargetPlan) -> str:
-    """Return what identifies a build: the plan, and the draft's vocabulary, which a native one leaves out."""
+    """Return the identity of a build: the plan, and for a native cache the draft vocabulary."""
     return sha256([plan.sha256, plan.manifest["selected_token_ids"]]) if plan.is_native else plan.sha256
 
 
 def _link_states(path: Path, work: Path, plan: TargetPlan) -> None:
-    """Link the files of a committed native cache of the same plan into a folder; copy what cannot be linked.
+    """Link the files of a committed native cache of the same plan into a folder, or copy them if they cannot be linked.
 
-    Another draft vocabulary then writes manifest.json and meta.json alone. The target is not loaded, for its head is
-    known from a finished cache: hence meta.json too. Producers replace files, they change none, so the committed
-    version stays as it is.
+    Then another draft vocabulary only writes manifest.json and meta.json. meta.json is linked too: the head of a
+    finished cache is trusted, so the target is not loaded. Producers replace files and never change them, so the
+    committed version stays as it is.
     """
     if not plan.is_native or not recorded_recipe(path).get("fingerprint"):  # without one it is to be built from scratch
         return
@@ -248,15 +251,15 @@ def _link_states(path: Path, work: Path, plan: TargetPlan) -> None:
 
 
 class _Gone(Exception):
-    """The plan of a build was removed, or the cache sealed, while it was prepared."""
+    """The plan of a build was removed, or the cache sealed, while the build was prepared."""
 
 
 class TargetUnits(CacheUnits):
-    """eagle3/targets in partitions.
+    """Builds eagle3/targets in partitions.
 
-    The units that it is made of are shards, in one folder beside plan.json; partition I of N has those whose number
-    divided by N leaves I. So N only chooses: it is in no plan, and a build uses the shards that another N has made.
-    A builder locks its partition, the seal the cache.
+    Its units are shards in one folder beside plan.json; partition I of N has the shards whose number modulo N is I. N
+    only selects: it is in no plan, and a build uses shards that another N built. A builder locks its partition, the
+    seal locks the cache.
     """
 
     key = KEY
@@ -265,11 +268,12 @@ class TargetUnits(CacheUnits):
     def __init__(
         self, settings: Settings, *, refresh: bool = False, observed: str | None = None, fixes: bool = True
     ) -> None:
-        """refresh, observed: as of `build_targets`. fixes: fix a plan where there is none; else that is an error.
+        """refresh, observed: see `build_targets`. fixes: write a plan if there is none; False makes that an error.
 
-        Raises: LeftOut where no target is named, except for the sample, and without the extra eagle3; NoPlan E510 where
-            none may be fixed; CacheError E512 for a file system that lacks what partitions need; E503 without
-            partitions where another process builds the cache; as `resolved` and `prepare`.
+        Raises: LeftOut if no target is named (except for the sample) or the extra eagle3 is missing; NoPlan E510 if
+            none may be written; CacheError E512 for a file system that partitions cannot use; CacheError E503, without
+            partitions, if another process builds the cache; ValueError, CacheError, FileNotFoundError or
+            ConnectionError for settings, input or target that cannot be used.
         """
         self._measurement = Measurement()
         check_configured(settings)
@@ -302,12 +306,12 @@ class TargetUnits(CacheUnits):
                 self.found, self.fingerprint = found, found.fingerprint(KEY)
                 return
 
-    def _plan_there(self) -> Plan | None:
+    def _plan_there(self) -> PartitionPlan | None:
         plans = plans_of(self.path)
         return next((plan for plan in plans if plan.content["recipe"].get("fingerprint") == self.fingerprint), None)
 
-    def _fixed(self, there: Plan | None, fixes: bool) -> tuple[Plan, Prepared]:
-        """Return the plan, which is fixed if none is `there`, and what it was made of. `build_lock` is held."""
+    def _fixed(self, there: PartitionPlan | None, fixes: bool) -> tuple[PartitionPlan, Prepared]:
+        """Return the plan, written if `there` is None, and its prepared samples. `build_lock` is held."""
         from niels_gpt.eagle3.build import write_sidecar
 
         in_partitions = self.settings.partitions > 1
@@ -329,7 +333,7 @@ class TargetUnits(CacheUnits):
             write_sidecar(work, prepared.plan, prepared.samples)
         return plan, prepared
 
-    def _fixed_plan(self, prepared: Prepared) -> Plan:
+    def _fixed_plan(self, prepared: Prepared) -> PartitionPlan:
         made, tokenizer = prepared.plan, prepared.resolved.tokenizer.sha256
         key = _build_key(made)
         if (there := next((plan for plan in plans_of(self.path) if plan.fingerprint == key), None)) is not None:
@@ -353,13 +357,13 @@ class TargetUnits(CacheUnits):
         return fix_plan(self.path, content)
 
     def is_current(self) -> bool:
-        """Whether the committed cache is the one that was asked for, and has its shards."""
+        """Return whether the committed cache is the requested one, and has its shards."""
         return are_current_targets(self.found)
 
     # --- building and sealing ---
 
     def states(self) -> list[Unit]:
-        """Return each partition by number, as its shards are; [] where the cache is current."""
+        """Return the state of each partition by its shards; [] if the cache is current."""
         if self.plan is None:
             return []
         work, total = self.plan.folder / WORK_NAME, self.settings.partitions
@@ -368,7 +372,7 @@ class TargetUnits(CacheUnits):
         return [_together(number, shards[number::total]) for number in range(total)]
 
     def _built(
-        self, plan: Plan, partition: Partition, wait: bool, progress: Progress | None
+        self, plan: PartitionPlan, partition: Partition, wait: bool, progress: Progress | None
     ) -> tuple[dict[str, Any], bool]:
         while (meta := self._sealed(plan)) is None:
             try:
@@ -395,18 +399,19 @@ class TargetUnits(CacheUnits):
         return replace(self._prepared, resolved=replace(found, options=options))
 
     @contextmanager
-    def _claimed(self, plan: Plan) -> Iterator[None]:
-        """Hold the cache's lock, so that neither a seal nor a new start comes between. Raises: _Gone after one."""
+    def _claimed(self, plan: PartitionPlan) -> Iterator[None]:
+        """Hold the cache's lock, so that no seal or new start comes between. Raises: _Gone if one came before."""
         with versions.build_lock(self.path, wait=True):
             if not plan.is_there or self.is_current() or self._is_committed(plan):
                 raise _Gone
             yield
 
     def build_all(self, progress: Progress | None = None) -> Outcome:
-        """Build all that is missing here, and seal it; a current cache is reused.
+        """Build everything that is missing on this machine, and seal it; a current cache is reused.
 
-        Without partitions one run makes all shards, while it holds the cache's lock.
-        Raises: as `build` and `seal`.
+        Without partitions one run builds all shards while it holds the cache's lock.
+
+        Raises: CacheError, OSError, NonFiniteError: the errors of `build` and `seal`.
         """
         if self.plan is None:
             return self._finished(self.current_meta())
@@ -420,7 +425,7 @@ class TargetUnits(CacheUnits):
             return self._finished(self._commit(plan, str(meta["content_sha256"])))
 
     def seal(self, *, deep: bool = True, wait: bool = False, progress: Progress | None = None) -> Outcome:
-        """Check all shards, and commit. Raises: CacheError E712 naming the unfinished shards; E503; NoPlan."""
+        """Check all shards, and commit. Raises: CacheError E712 naming unfinished shards; CacheError E503; NoPlan."""
         from niels_gpt.eagle3.build import seal
 
         if self.plan is None:
@@ -441,9 +446,9 @@ class TargetUnits(CacheUnits):
         return self._finished(meta)
 
     def restart(self, number: int) -> bool:
-        """Make the next build of a partition start from scratch; False, and nothing is done, for a current cache.
+        """Make the next build of a partition start from scratch. Returns False, and does nothing, for a current cache.
 
-        Raises: CacheError E503 while it is built, or the cache sealed.
+        Raises: CacheError E503 while it is being built, or the cache sealed.
         """
         from niels_gpt.eagle3.format.layout import shard_path
         from niels_gpt.eagle3.format.plan import shards_of_part
@@ -460,7 +465,7 @@ class TargetUnits(CacheUnits):
                     fileio.remove(path)
         return True
 
-    def _commit(self, plan: Plan, sealed: str) -> dict[str, Any]:
+    def _commit(self, plan: PartitionPlan, sealed: str) -> dict[str, Any]:
         """Commit the finished version, and remove its plan. `build_lock` is held."""
         from niels_gpt.eagle3.format.layout import LOCK_NAME, SIDECAR
 
@@ -474,8 +479,8 @@ class TargetUnits(CacheUnits):
         self._has_committed = True
         return meta
 
-    def _is_committed(self, plan: Plan | None) -> bool:
-        """Whether a plan's version had left its folder when its commit was killed: it is committed now."""
+    def _is_committed(self, plan: PartitionPlan | None) -> bool:
+        """Finish a commit that was killed after the version had left its folder; return whether there was one."""
         with suppress(FileNotFoundError):
             if plan is not None and not (plan.folder / WORK_NAME).is_dir():
                 self._commit(plan, read_regular(plan.folder / _SEALED, _MOST_BYTES).decode("ascii", "replace"))
@@ -483,7 +488,7 @@ class TargetUnits(CacheUnits):
         return False
 
     def current_meta(self) -> dict[str, Any]:
-        """Return the meta of the committed cache; the draft's vocabulary beside it is made if it is gone."""
+        """Return meta.json of the committed cache; build the draft vocabulary again if it is gone."""
         if current_draft_vocab(self.found) is None:  # removed, or of an earlier version
             commit_draft_vocab(prepare(self.found))
         if (plan := self._plan_there()) is not None:
@@ -497,7 +502,7 @@ class TargetUnits(CacheUnits):
 
 
 def _take_earlier(path: Path, work: Path, key: str) -> None:
-    """Take over an unfinished version where earlier releases had it, beside its journal."""
+    """Move an unfinished version from its place in earlier releases, beside its journal."""
     earlier = versions.versions_dir(path) / f"{versions.BUILDING}-{key[: versions.VERSION_DIGITS]}"
     journal = earlier.with_name(f"{earlier.name}{versions.JOURNAL_SUFFIX}")
     if earlier.is_dir() and not earlier.is_symlink() and (journal / versions.JOURNAL_NAME).is_file():
@@ -506,7 +511,7 @@ def _take_earlier(path: Path, work: Path, key: str) -> None:
 
 
 def _together(number: int, shards: list[Unit]) -> Unit:
-    """Return the state of a partition, by the states of its shards."""
+    """Return the state of a partition by the states of its shards."""
     bad = [shard for shard in shards if shard.state != "finished"]
     items, tokens = (sum(getattr(shard, name) for shard in shards) for name in ("items", "tokens"))
     if not bad:
@@ -514,8 +519,8 @@ def _together(number: int, shards: list[Unit]) -> Unit:
     return Unit(number, bad[0].state, f"shard {bad[0].number}: {bad[0].found}", items=items, tokens=tokens)
 
 
-def _receipt(prepared: Prepared, partition: Partition, plan: Plan) -> dict[str, Any]:
-    """Return what a partition holds, with keys of meta.json."""
+def _receipt(prepared: Prepared, partition: Partition, plan: PartitionPlan) -> dict[str, Any]:
+    """Return a partition's record, with keys of meta.json."""
     from niels_gpt.eagle3.format.plan import shards_of_part
 
     shards, firsts = prepared.plan.num_shards, prepared.plan.firsts
@@ -534,8 +539,8 @@ def _receipt(prepared: Prepared, partition: Partition, plan: Plan) -> dict[str, 
 def planned_action(settings: Settings, key: str, tokenizer: FullTokenizer | None) -> tuple[str, str]:
     """Return what a build would do, and from what.
 
-    The first is "up to date", "build", or "left out" or "cannot be built" and why; what is not configured is said in
-    the second. tokenizer: of the caches; None for one that is to be trained or downloaded.
+    The first text is "up to date", "build", or "left out" or "cannot be built" with the reason; the second names target
+    and source, or the missing setting. tokenizer: of the caches; None if it is not trained or downloaded yet.
     """
     problem = why_left_out(settings)
     if problem is not None:
@@ -570,7 +575,7 @@ def _is_current(settings: Settings, key: str, tokenizer: FullTokenizer | None) -
 
 
 def _is_known_without_hub(settings: Settings) -> bool:
-    """Whether revisions of the target and of the chats are recorded, where these are on the hub."""
+    """Return whether the revisions of target and chats are recorded, or not needed."""
     from niels_gpt.eagle3.resume import recorded_plan
     from niels_gpt.hub.models import is_local
     from niels_gpt.recipes.resolve import resolve_whole

@@ -1,8 +1,8 @@
-"""The input of a target: a source of chats, built-in or user-defined, or files of chats or of tokenized rows.
+"""The input of a target: a source of chats, built-in or the user's own, or files of chats or of tokenized rows.
 
 dolly15k, oasst1, or a name from sources.toml's [sft] or --sft         the chats of its sft cache
 a file, a folder or a glob of .jsonl, .json (or .gz, .zst), .parquet   chats in any of the shapes of data/chat_shapes.py
-the same, where the first row has the field input_ids                  rows of input_ids and loss_mask, used unchanged
+the same, if the first row has the field input_ids                     rows of input_ids and loss_mask, used unchanged
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ _OF_AN_SFT_CACHE = ("seed", "on_special", "sft_val_frac", "chat_template", "loss
 
 
 def input_facts(settings: Settings, input_data: str, *, recorded: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return what identifies the input: equal facts mean equal chats or rows.
+    """Return the identity of the input: equal facts mean equal chats or rows.
 
-    Keys: input_data as given; form, "chats" or "rows"; reading, of chats of files; settings, those that decide what is
-    read; exclude, if a file lists excluded chats; and the source's kind, licence, attribution, revision and
-    fingerprint, as in an sft cache's meta.json. No time or host, and no path except input_data.
-    recorded: facts of an earlier run, which supply the revision of a hub dataset; None: those of the committed sft
-        cache, if there is one. Without a recorded revision the hub is asked.
-    Raises: FileNotFoundError where no source or file has that name; ValueError for a source of text; ConnectionError;
-        CacheError as resolve_source.
+    Keys: input_data as given; form, "chats" or "rows"; reading, for chats of files; settings that decide the chats;
+        exclude, if a file lists excluded chats; and the source's kind, licence, attribution, revision and fingerprint,
+        as in an sft cache's meta.json. No time or host, and no path except input_data.
+
+    recorded: facts of an earlier run, which supply the revision of a hub dataset; None: the facts of the committed sft
+        cache, if any. Without a recorded revision the hub is asked.
+    Raises: FileNotFoundError if no source or file has that name; ValueError for a source of text; ConnectionError;
+        CacheError for a source that cannot be resolved.
     """
     origin = _origin(settings, input_data)
     known = recorded or {}
@@ -75,14 +76,15 @@ def input_rows(
     vocab_size: int | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[Row]:
-    """Yield the input's rows in the order of its source, without those that settings.exclude lists.
+    """Yield the input's rows in the order of the source, without those that settings.exclude lists.
+
+    settings.on_special "text" counts as "drop", as a target's template has no plain form of its special tokens.
 
     vocab_size: of the target; None: of the tokenizer.
-    settings.on_special: "text" counts as "drop", for a target's own template has no plain form of its tokens.
-    facts: of `input_facts`, which state the revision to read; None: they are looked up.
-    counters: those of chat_rows and given_rows, and the reasons of the source's loader, such as unreadable_row,
+    facts: from `input_facts`, with the revision to read; None: look them up.
+    counters: counts the reasons of chat_rows and given_rows, and of the source's loader, such as unreadable_row,
         missing_field, malformed, unknown_role and excluded.
-    Raises: as input_facts, chat_rows and given_rows, when the first row is requested.
+    Raises: on the first row, the errors of input_facts, chat_rows and given_rows.
     """
     facts = facts or input_facts(settings, input_data)
     origin = _origin(settings, input_data)
@@ -111,7 +113,7 @@ def input_chats(
     counters: Counter[str],
     facts: Mapping[str, Any],
 ) -> Iterator[Chat]:
-    """Yield the input's chats in the order of their source, those without a reply too. Otherwise as `input_rows`.
+    """Yield the input's chats in the order of the source, also chats without a reply. Arguments: see `input_rows`.
 
     Raises: ValueError for files of rows, which have no chats.
     """
@@ -122,9 +124,9 @@ def input_chats(
 
 
 def named_in_input(settings: Settings, facts: Mapping[str, Any], listed: Exclusion, *, raw: bool) -> Iterator[str]:
-    """Read an input, and yield the entries of a list of --exclude that name something in it. facts: of `input_facts`.
+    """Yield the entries of an --exclude list that name something in an input, which is read for that.
 
-    raw: its chats go into a target's template.
+    facts: from `input_facts`. raw: its chats go into a target's template.
     """
     origin = _origin(settings, facts["input_data"])
     if facts["form"] == ROWS:
@@ -150,7 +152,7 @@ def _origin(settings: Settings, input_data: str) -> ResolvedSource:
 
 
 def _form(origin: ResolvedSource) -> str:
-    """Return CHATS or ROWS by the first row of each file. Raises: ValueError where files differ."""
+    """Return CHATS or ROWS by the first row of each file. Raises: ValueError if files differ."""
     if origin.user is None:
         return CHATS
     forms: dict[str, Path] = {}
@@ -174,7 +176,7 @@ def _given(
 
 
 def _given_samples(settings: Settings, origin: ResolvedSource, counters: Counter[str]) -> Iterator[ChatSample]:
-    """Yield each row as a chat without messages, so that it has a source id, by which it can be excluded."""
+    """Yield each row as a chat without messages: its source id allows excluding it."""
     found = origin.found
     assert found is not None
 

@@ -1,8 +1,8 @@
-"""What an EAGLE-3 cache, or a file of a target's replies, is made of and how: one table of options.
+"""The options of an EAGLE-3 cache and of a file of replies, in one table.
 
-An option states its flag's help and limits, the setting that it has in a build, and whether it stands in the
-fingerprint of eagle3/targets. One that says no more than its setting takes help, default and limit from there.
-commands/eagle3 makes a flag of each option that has a group.
+An option states its flag's help and limits, the setting that supplies it in a build, and whether it is in the
+fingerprint of eagle3/targets. An option without a text takes help, default and limit from its setting. commands/eagle3
+makes a flag of each option with a group.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def _option(
 ) -> Any:
     """Return a dataclass field.
 
-    text: the flag's help; "": the setting's help, default and limit. setting: the field of Settings that a build takes
-    the value from. forms: the only ones that the option applies to; () for all. decides: its value stands in the
-    fingerprint of eagle3/targets; what decides bytes otherwise stands there in another form. flag: further keywords of
-    the flag; `choices` limits the option's value too.
+    text: help of the flag; "": help, default and limit of the setting. setting: field of Settings that supplies the
+        value in a build. forms: forms of the cache that the option applies to; () for all. decides: the value is in the
+        fingerprint of eagle3/targets as it is. flag: more keywords of the flag; `choices` also limits the option's
+        value.
     """
     if not text:
         known = _SETTINGS[setting]
@@ -58,7 +58,7 @@ def _option(
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """Which target reads which chats, and how it is run. An option of None follows the rule in its help text."""
+    """Which target reads which chats, and how it runs. An option of None follows the rule in its help text."""
 
     target_model: str = _option(
         _WHAT,
@@ -211,24 +211,24 @@ class Options(TargetOptions):
         self.check()
 
     def check(self) -> None:
-        """Check limits, choices, and what cannot stand together. Raises: ValueError naming the flag."""
+        """Check limits, choices and combinations. Raises: ValueError naming the flag."""
         super().check()
         self.check_form([each.name for each in fields(self) if getattr(self, each.name) != each.default])
         self._check_partition()
 
     @property
     def form(self) -> str:
-        """The form of the cache, where none is named, too; "1" may become "2", as `manifest_of` decides."""
+        """Form of the cache, "1" if none is named; `manifest_of` may turn that "1" into "2"."""
         return self.format or "1"
 
     @property
     def may_continue(self) -> bool:
-        """Whether the run may continue what is in the folder: a part always does."""
+        """Whether the run may continue the folder; a partition always may."""
         return self.resume or self.partition is not None
 
     @property
     def part_numbers(self) -> tuple[int, int] | None:
-        """The partition as `produce` takes it: (partition + 1, partitions); None: all shards."""
+        """(partition + 1, partitions), as eagle3/build.py takes them; None: all shards."""
         if self.partition is None or self.partitions is None:
             return None
         return self.partition + 1, self.partitions
@@ -247,7 +247,7 @@ class Options(TargetOptions):
         object.__setattr__(self, "partition", partition)
 
     def _check_partition(self) -> None:
-        """Raise ValueError for a partition without a number of partitions, or the other way, or beyond it."""
+        """Raise ValueError if --partition and --partitions are not both given, or contradict each other."""
         if self.partition is None and self.partitions is not None:
             raise ValueError(
                 f"--partitions {self.partitions}: which one is to be made? Pass --partition I, 0 to "
@@ -261,7 +261,7 @@ class Options(TargetOptions):
     def check_form(self, stated: Collection[str]) -> None:
         """Raise ValueError, naming the flag, for an option that does not apply to the form.
 
-        stated: names of the options that somebody has set.
+        stated: names of the options that the user set.
         """
         for each in fields(self):
             forms = each.metadata["forms"]
@@ -285,8 +285,9 @@ class Options(TargetOptions):
     def from_settings(cls, settings: Settings, **given: Any) -> Self:
         """Return the options that the settings eagle3_* state; `given` fills those left at None or 0.
 
-        A setting that is left at its default is no reason to refuse a form that it does not apply to.
-        Raises: ValueError as the constructor.
+        A setting at its default never conflicts with a form.
+
+        Raises: ValueError naming the flag.
         """
         names = {each.name: each.metadata["setting"] for each in fields(cls) if each.metadata["setting"]}
         stated = {name: getattr(settings, setting) for name, setting in names.items()}
@@ -294,13 +295,13 @@ class Options(TargetOptions):
 
     @property
     def in_fingerprint(self) -> dict[str, Any]:
-        """The options that decide bytes of eagle3/targets by their value."""
+        """Options whose values decide bytes of eagle3/targets."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["decides"]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RespondOptions(TargetOptions):
-    """Which replies of a target are made, and how. An option of None follows the rule in its help text."""
+    """Which replies a target generates, and how. An option of None follows the rule in its help text."""
 
     output: Path = _option(  # noqa: RUF009  it returns a field
         _WHAT, "file of the replies, as JSON lines", MISSING, required=True, type=Path, metavar="FILE"
@@ -333,7 +334,7 @@ class RespondOptions(TargetOptions):
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.seed)
 
     def check(self) -> None:
-        """Check limits, choices, and how tokens are sampled. Raises: ValueError naming the flag."""
+        """Check limits, choices and sampling. Raises: ValueError naming the flag."""
         super().check()
         _ = self.sampling
 

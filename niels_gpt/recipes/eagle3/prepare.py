@@ -1,6 +1,6 @@
-"""`Resolved` -> the plan of an EAGLE-3 cache, and the cache: tokenizes the input, and chooses the draft's vocabulary.
+"""Tokenizes the input, chooses the draft's vocabulary, plans a cache, and builds it.
 
-prepared = prepare(found)                   tokenizes the input and plans; no weights are loaded
+prepared = prepare(found)                   tokenizes the input and plans; loads no weights
 produced = carry_out(prepared, folder)      runs the target and writes the cache
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from niels_gpt.eagle3.format.plan import TargetPlan
     from niels_gpt.eagle3.format.samples import Samples
     from niels_gpt.eagle3.inspect.recompute import Target
-    from niels_gpt.progress import Progress
+    from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 _REPORT_EVERY = 100  # samples
@@ -44,7 +44,7 @@ _START_FLAG = "--eagle3-document-start"  # of a build
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that is needed to make a cache."""
+    """Everything needed to build a cache."""
 
     resolved: Resolved
     samples: Samples
@@ -90,7 +90,7 @@ def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None 
 
 
 def _frequent_vocab(resolved: Resolved, samples: Samples) -> list[int]:
-    """Return the ids that are supervised most often, the special ones among them."""
+    """Return the most frequently supervised ids, special ones included."""
     from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
 
     ids, _ = build_eagle3_token_mapping(
@@ -103,8 +103,10 @@ def _frequent_vocab(resolved: Resolved, samples: Samples) -> list[int]:
 
 
 def prepared_before(resolved: Resolved, folder: Path) -> Prepared | None:
-    """Return what a folder's sidecar has of these options, the draft's vocabulary known; None: it is not theirs, or not
-    whole. Its samples are read, and not tokenized again."""
+    """Return the plan and samples of a folder's sidecar, read instead of tokenized again.
+
+    Returns None unless they are complete and belong to these options, whose draft vocabulary must be known.
+    """
     from niels_gpt.eagle3.format.layout import SIDECAR
     from niels_gpt.eagle3.format.plan import make_plan, read_record
     from niels_gpt.eagle3.format.samples import Samples
@@ -122,7 +124,7 @@ def prepared_before(resolved: Resolved, folder: Path) -> Prepared | None:
 def _reported(
     rows: Iterable[Row], tokenized: Callable[[int, int], None] | None, shown: list[Row], show: int
 ) -> Iterator[Row]:
-    """Yield the rows; the first `show` are added to `shown`."""
+    """Yield the rows; append the first `show` of them to `shown`."""
     tokens, number = 0, 0
     for number, row in enumerate(rows, 1):
         tokens += len(row.input_ids)
@@ -145,9 +147,9 @@ def carry_out(
     claimed: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: Progress | None = None,
 ) -> Produced:
-    """Make the cache in a folder, or what is missing of it. Arguments and errors: of `TargetRun`.
+    """Build the cache in a folder, or its missing files. Arguments and errors: see `TargetRun`.
 
-    Of an unfinished version of an asset, which is `named`, the caller has checked the file system.
+    named: public path of an asset; its unfinished version's file system has been checked by the caller.
     """
     from niels_gpt.eagle3.build import TargetRun
     from niels_gpt.recipes.shared import check_shared_folder, code_identity
@@ -187,8 +189,10 @@ def carry_out(
 
 
 def warn_of_missing_start(prepared: Prepared, cache: Path, flag: str = "--document-start") -> None:
-    """Log a warning where no chat begins with what the target's tokenizer writes before a text, and no option says how
-    they begin. flag: the option, for the message."""
+    """Log a warning if chats lack the token that the target's tokenizer writes before a text.
+
+    No warning if an option says how chats begin. flag: that option, for the message.
+    """
     from niels_gpt.recipes.eagle3.input import ROWS
     from niels_gpt.tokenizers.document_tokens import missing_start_text
 
@@ -202,7 +206,10 @@ def warn_of_missing_start(prepared: Prepared, cache: Path, flag: str = "--docume
 
 
 def open_target(device: torch.device, *, name: str, revision: str | None, compute_dtype: str, attention: str) -> Any:
-    """Load a target on a device, as `TargetRun` calls it in each of its processes. Raises: as `load_target`."""
+    """Load a target on a device; `TargetRun` calls this in each of its processes.
+
+    Raises: FileNotFoundError, ConnectionError, ImportError or ValueError for a model that cannot be a target.
+    """
     from niels_gpt.eagle3.format.layout import DTYPES
     from niels_gpt.eagle3.target import load_target
 
@@ -215,10 +222,11 @@ def open_target(device: torch.device, *, name: str, revision: str | None, comput
 def target_of(
     cache: Path, name: str, *, revision: str | None = None, device: str | None = None, follow_links: bool = False
 ) -> Target:
-    """Return a target to compare a cache with (recompute.recomputed); no weights are loaded yet.
+    """Return a target to compare a cache with (recompute.recomputed); loads no weights yet.
 
-    revision, device: None: those of the cache's plan, except for a GPU that this machine lacks.
-    Raises: as `target_facts`; CacheError for a damaged plan.
+    revision, device: None: as in the cache's plan, but the CPU if this machine lacks the GPU.
+    Raises: FileNotFoundError, ConnectionError, ImportError or ValueError for a model that cannot be a target;
+        CacheError for a damaged plan.
     """
     import torch
 
@@ -249,7 +257,7 @@ def target_of(
 def check_recomputed(settings: Settings) -> Verdict:
     """Run samples of eagle3/targets through the target again.
 
-    Raises: FileNotFoundError and CacheError where there is no such cache; as `target_of`.
+    Raises: FileNotFoundError and CacheError if there is no such cache; the errors of `target_of`.
     """
     from niels_gpt.eagle3.inspect.recompute import recomputed
 

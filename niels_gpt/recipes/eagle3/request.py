@@ -1,11 +1,11 @@
-"""What a target cache is asked to be: settings or options -> `Resolved`, looked up once.
+"""Resolves settings or options to `Resolved`: target, tokenizer, input and manifest of a cache, looked up once.
 
-    found = resolve(options, settings)     precompute: what the flags stand for
-    found = resolved(settings, ...)        a build of the two assets: what the settings stand for
+    found = resolve(options, settings)     precompute: from flags
+    found = resolved(settings, ...)        a build of the two assets: from settings
 
-Nothing is tokenized and no weights are loaded. Decides the sample's target and sizes, which revision of chats and of
-the target an asset keeps until a newer one is observed, what a resumed run takes from the plan in its folder, and what
-stands in the fingerprints.
+Nothing is tokenized and no weights are loaded. Decides the sample's target and sizes, which revision of chats and
+target an asset keeps until a newer one is observed, what a resumed run inherits from the plan in its folder, and what
+the fingerprints contain.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _DIGITS = 12
 
 
 class NoTarget(LeftOut, ValueError):
-    """No target is named, and the sample alone has one by default."""
+    """No target is named, and only the sample has one by default."""
 
     code, warning = "E705", "W513"
     found = "no target: name one with --eagle3-target"
@@ -75,14 +75,14 @@ class NoTarget(LeftOut, ValueError):
 
 
 class NoExtra(LeftOut, ImportError):
-    """What runs a target is not installed: the extra eagle3."""
+    """The extra eagle3, which runs a target, is not installed."""
 
     code, warning = "E901", "W513"
     found = "pip install 'niels-gpt[eagle3]'"
 
 
 def why_left_out(settings: Settings) -> NoTarget | NoExtra | None:
-    """Return why nothing of eagle3 can be built, as `check_configured` raises it; None where it can."""
+    """Return the reason why nothing of eagle3 can be built, as `check_configured` raises it; None if it can."""
     try:
         check_configured(settings)
     except (NoTarget, NoExtra) as error:
@@ -91,12 +91,12 @@ def why_left_out(settings: Settings) -> NoTarget | NoExtra | None:
 
 
 def has_small_target(settings: Settings) -> bool:
-    """Whether the small random Llama is the target, which has the tokenizer of the caches."""
+    """Return whether the target is the small random Llama, which has the tokenizer of the caches."""
     return settings.eagle3_target is None and settings.source_root == "sample"
 
 
 def check_configured(settings: Settings) -> None:
-    """Raise NoTarget or NoExtra where nothing of eagle3 can be built; nothing is imported or read."""
+    """Raise NoTarget or NoExtra if nothing of eagle3 can be built. Imports and reads nothing."""
     if settings.eagle3_target is None and not has_small_target(settings):
         raise NoTarget(
             "no target is named: pass --eagle3-target FOLDER_OR_ID (the setting eagle3_target, NIELS_GPT_EAGLE3_TARGET)"
@@ -108,7 +108,7 @@ def check_configured(settings: Settings) -> None:
 
 
 def settings_fingerprint(settings: Settings, key: str) -> str:
-    """Return twelve hex digits of the settings that decide the bytes of a key; no file is looked at."""
+    """Return twelve hex digits of the settings that decide the bytes of a key. Reads no file."""
     names = [name for name in vars(settings) if name.startswith("eagle3_") and name not in _NOT_IN_FINGERPRINT]
     if key == VOCAB_KEY:
         names = [each.metadata["setting"] for each in fields(Options) if each.name in _OF_VOCAB]
@@ -125,7 +125,7 @@ def sha256(value: Any) -> str:
 
 
 def raw_source(settings: Settings) -> str | None:
-    """Return the name of the source that is observed as raw/NAME; None where the chats are files."""
+    """Return the name of the source that is observed as raw/NAME; None if the chats are files."""
     names = {*(spec.name for spec in SOURCES.values() if spec.family == "sft"), *user_sources(settings)}
     return settings.eagle3_source if settings.eagle3_source in names else None
 
@@ -133,7 +133,7 @@ def raw_source(settings: Settings) -> str | None:
 def target_name(settings: Settings) -> str:
     """Return the folder or id of the target; for the sample, write a small Llama with the tokenizer's vocabulary.
 
-    Raises: as `check_configured`; for the sample NoSentinels for a tokenizer without them.
+    Raises: NoTarget; NoExtra; for the sample NoSentinels if the tokenizer has none.
     """
     check_configured(settings)
     if settings.eagle3_target is not None:
@@ -149,19 +149,19 @@ def target_name(settings: Settings) -> str:
 
 
 def small_target_folder(settings: Settings, tokenizer_sha256: str) -> Path:
-    """Return where the small Llama of a tokenizer is written."""
+    """Return the folder of the small Llama of a tokenizer."""
     return cache_root(settings) / "eagle3" / _TARGETS_DIR / tokenizer_sha256[:_DIGITS]
 
 
 def folder_with_plan(path: Path) -> Path | None:
-    """Return the committed cache, else the unfinished version that was written last, of those that have a plan."""
+    """Return the committed cache, else its newest unfinished version, whichever has a plan; None without one."""
     from niels_gpt.eagle3.resume import recorded_plan
 
     return next((folder for folder in (path, *unfinished_versions(path)) if recorded_plan(folder)), None)
 
 
 def unfinished_versions(path: Path) -> list[Path]:
-    """Return the folders of unfinished versions, the newest first, then the ones of earlier releases."""
+    """Return the folders of unfinished versions, newest first, then the ones of earlier releases."""
     earlier = [folder for folder in versions.versions_dir(path).glob(f"{versions.BUILDING}-*") if not folder.suffix]
     earlier.sort(key=lambda folder: folder.lstat().st_mtime_ns, reverse=True)
     return [*(plan.folder / WORK_NAME for plan in plans_of(path)), *earlier]
@@ -179,7 +179,7 @@ def stable_name(settings: Settings, target: str) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A target, its tokenizer and the input, as the options name them; no chat is read and no weight loaded."""
+    """A target, its tokenizer and the input, as the options name them. No chat is read and no weight loaded."""
 
     settings: Settings
     target: TargetFacts
@@ -195,8 +195,8 @@ class Target:
     ) -> dict[str, Any]:
         """Look all of it up; return the fields. recorded: of an earlier run, which supplies unset options.
 
-        hash_weights: as of target_facts. Raises: FileNotFoundError, ConnectionError, ImportError, ValueError where one
-        of them is missing or unusable.
+        hash_weights: see target_facts.
+        Raises: FileNotFoundError, ConnectionError, ImportError or ValueError if something is missing or unusable.
         """
         from niels_gpt.chat.tokenizers import open_tokenizer
         from niels_gpt.eagle3.models import target_facts
@@ -221,7 +221,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Resolved(Target):
-    """What the options of a cache stand for right now."""
+    """The resolved options of a cache."""
 
     options: Options
     aux_layer_ids: list[int]
@@ -243,13 +243,13 @@ class Resolved(Target):
 
     @property
     def start_record(self) -> dict[str, Any]:
-        """`document_start` of the plan's `tokenizer`: id and token; {} where chats have what their template writes."""
+        """`document_start` in the plan's `tokenizer`: id and token; {} if chats begin as their template writes them."""
         start = self.tokenizer.start
         return {} if start is None else {"document_start": start.record}
 
     @property
     def known_fields(self) -> dict[str, Any]:
-        """The parts of the plan, except for the manifest, that are known before the input is read."""
+        """Fields of the plan, except for the manifest, that are known before the input is read."""
         return {
             "target": self.target_record,
             "tokenizer": self.tokenizer_record,
@@ -261,16 +261,16 @@ class Resolved(Target):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the draft's vocabulary where no file states them."""
+        """Size of the draft's vocabulary unless a file states it."""
         return min(self.options.draft_vocab_size or self.target.vocab_size, self.target.vocab_size)
 
     # --- which cache it is ---
 
     def fingerprint(self, key: str) -> str:
-        """Return the sha256 of what decides a cache's bytes, except for the versions and the machine that make it.
+        """Return the sha256 of everything that decides a cache's bytes, except versions and machine.
 
-        Of eagle3/draft_vocab nothing else of the target counts: not weights, layers, dtypes. In eagle3/targets the
-        draft's vocabulary follows from its size and the other parts. The names are those of earlier versions, whose
+        For eagle3/draft_vocab the target's weights, layers and dtypes do not count. For eagle3/targets the draft's
+        vocabulary follows from its size and the other parts. The names are the ones of earlier versions, so their
         caches stay current.
         """
         from niels_gpt.eagle3.format.plan import BUILDER_VERSION, SIDECAR_VERSION
@@ -301,9 +301,9 @@ class Resolved(Target):
         return sha256({"recipe": key, "source": source, **parts})
 
     def is_current(self, key: str, *, reads_hub: bool = True) -> bool:
-        """Whether the committed cache of a key is of this recipe: see `fingerprint_by_list`.
+        """Return whether the committed cache of a key has this fingerprint; see `fingerprint_by_list`.
 
-        reads_hub: read chats of the hub, where the list of --exclude has changed, to compare.
+        reads_hub: read chats of the hub to compare, if the --exclude list has changed.
         """
         from niels_gpt.recipes.eagle3.input import named_in_input
 
@@ -318,7 +318,7 @@ class Resolved(Target):
         return is_current(path, fingerprint_by_list(self.settings, path, by_list, named if is_read else None))
 
     def record(self, key: str, meta: dict[str, Any], **more: Any) -> None:
-        """Record which recipe made the committed version of a key. meta: of that version; more: further keys."""
+        """Record the recipe of the committed version of a key. meta: of that version; more: further keys."""
         record_recipe(self.settings, cache_root(self.settings) / key, self.fingerprint(key), self.source, meta, **more)
 
 
@@ -331,12 +331,12 @@ def resolved(
     target: Path | None = None,
     plan_from: Path | None = None,
 ) -> Resolved:
-    """Return what the settings stand for; a hub source has the observed revision, or that of eagle3/targets (D12).
+    """Resolve the settings; a hub source gets the observed revision, or the revision of eagle3/targets (D12).
 
     observed: fingerprint of the source, newer than the asset. refresh: ask the hub for the newest revisions of chats
-    and target. hash_weights: as of target_facts. target: the folder of the small one, if it is there already.
-    plan_from: the folder whose plan has the revisions, device and threads; None: see `folder_with_plan`.
-    Raises: as `target_name`; ValueError naming the settings that do not fit; as `resolve`.
+        and target. hash_weights: see target_facts. target: folder of the small target, if it exists.
+    plan_from: folder with the plan that supplies revisions, device and threads; None: see `folder_with_plan`.
+    Raises: NoTarget, NoExtra, NoSentinels; ValueError naming the settings that do not fit; the errors of `resolve`.
     """
     from niels_gpt.recipes.eagle3.input import input_facts
 
@@ -367,7 +367,7 @@ def _newest_chats(settings: Settings) -> str | None:
 
 @contextmanager
 def _named_by_settings() -> Iterator[None]:
-    """Let a ValueError that names flags of precompute name the settings in their place."""
+    """Name settings instead of precompute's flags in a ValueError of the block."""
     settings = {flag_name(each.name): each.metadata["setting"] for each in fields(Options) if each.metadata["setting"]}
     try:
         yield
@@ -384,11 +384,11 @@ def resolve(
 ) -> Resolved:
     """Look up target, tokenizer and input.
 
-    plan_from: folder whose plan supplies unset options (revisions, device, dtype, threads), even if the plan differs
-        otherwise. None: with `resume` or `part` output_dir, whose plan must then be that of this run.
-    hash_weights: as of target_facts.
-    Raises: FileNotFoundError, ConnectionError, ImportError, ValueError where one of them is missing or unusable;
-        CacheError where output_dir cannot be used, holds a cache and `resume` is not set, or holds another plan.
+    plan_from: folder with a plan that supplies unset options (revisions, device, dtype, threads), even if the plan
+        differs otherwise. None: for a resumed run or a partition output_dir, which must then have this run's plan.
+    hash_weights: see target_facts.
+    Raises: FileNotFoundError, ConnectionError, ImportError or ValueError if something is missing or unusable;
+        CacheError if output_dir cannot be used, holds a cache without `resume`, or holds another plan.
     """
     from niels_gpt.eagle3.disk import refuse_unusable
     from niels_gpt.eagle3.resume import recorded_plan, refuse_existing
@@ -427,7 +427,7 @@ def resolve(
 
 
 def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:
-    """Return a resumed run, with the plan's names of equal files. Raises: CacheError if the plan is another one."""
+    """Return a resumed run, with the plan's names for equal files. Raises: CacheError for another plan."""
     from niels_gpt.eagle3.resume import refuse_other_plan
 
     options, target, source = resolved.options, recorded.get("target", {}), recorded.get("source", {})
@@ -444,7 +444,7 @@ def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:
 
 
 def _refuse_other_draft(resolved: Resolved) -> None:
-    """Raise CacheError where --resume would give a native cache another draft vocabulary that nobody has asked for."""
+    """Raise CacheError if --resume would give a native cache a draft vocabulary that nobody asked for."""
     from niels_gpt.eagle3.resume import refuse_other_draft
 
     options = resolved.options
@@ -456,9 +456,9 @@ def _refuse_other_draft(resolved: Resolved) -> None:
 
 
 def run_facts(options: TargetOptions, recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return how the target is run: the fields of `format.plan.Run`. `recorded` supplies unset options.
+    """Return how the target is run, the fields of `format.plan.Run`. `recorded` supplies unset options.
 
-    Raises: ValueError where cuda is asked for and cannot be used.
+    Raises: ValueError if cuda is asked for but not usable.
     """
     from niels_gpt.eagle3.format.plan import Run
 
@@ -469,7 +469,7 @@ def run_facts(options: TargetOptions, recorded: dict[str, Any]) -> dict[str, Any
 
 
 def _known_vocab(options: Options, vocab_size: int) -> list[int] | None:
-    """Return the ids of --draft-vocab-from, or of the manifest that --resume finds if its sizes are this run's."""
+    """Return the ids of --draft-vocab-from, or of the manifest that --resume finds, if its sizes are this run's."""
     from niels_gpt.eagle3.format.manifest import manifest_path, read_manifest
     from niels_gpt.eagle3.vocab import load_token_mapping
 
@@ -488,8 +488,9 @@ def _known_vocab(options: Options, vocab_size: int) -> list[int] | None:
 def manifest_of(resolved: Resolved, selected: list[int]) -> dict[str, Any]:
     """Return manifest.json's keys, except those that `make_plan` and the target add.
 
-    Versions 1 and 2 have those of their published contract, and no others.
-    selected: the target's id of each token of the draft.
+    Versions 1 and 2 have exactly NeMo Automodel's keys.
+
+    selected: the target's id of each draft token.
     """
     from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, is_compressed
     from niels_gpt.eagle3.format.native import DEFAULT_SHARD_BYTES

@@ -1,9 +1,11 @@
-"""Chats + target -> the target's own replies to them, as a file that is input of an EAGLE-3 cache.
+"""Writes a file of the target's own replies to chats, which is input of an EAGLE-3 cache.
 
-    done = respond(options, settings)
+    responder = resolve(options, settings)
+    record = respond(responder)
 
-Decides which chats form a batch: CHATS at a time are read, those of a similar prompt stand together, and a batch stays
-together until its last reply. So a resumed run has the batches of one without interruption, and gives its bytes.
+Decides the batches: CHATS chats are read at a time, chats with prompts of similar length form a batch, and a batch
+stays together until its last reply. So a resumed run has the batches, and gives the bytes, of a run without
+interruption.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from niels_gpt.storage.errors import InputError, TargetError
 if TYPE_CHECKING:
     from niels_gpt.chat.protocol import Chat
     from niels_gpt.eagle3.replies import Answered, Prompt, Reply, Sampling, Speaker
-    from niels_gpt.progress import Progress
+    from niels_gpt.work import Progress
 
 _Item = TypeVar("_Item")
 CHATS = 1024
@@ -31,7 +33,7 @@ CHATS = 1024
 
 @dataclass(frozen=True)
 class Responder(Target):
-    """What the options of replies stand for right now."""
+    """The resolved options of a file of replies."""
 
     options: RespondOptions
     sampling: Sampling
@@ -39,7 +41,7 @@ class Responder(Target):
 
     @property
     def record(self) -> dict[str, Any]:
-        """All that decides the rows."""
+        """Everything that decides the rows."""
         chosen = {name: getattr(self.options, name) for name in ("limit", "turns", "form", "batch_size")}
         is_folder = self.target.revision is None  # which may lie elsewhere
         target = {name: value for name, value in asdict(self.target).items() if name != "name" or not is_folder}
@@ -67,10 +69,10 @@ class Trial:
 
 
 def resolve(options: RespondOptions, settings: Settings) -> Responder:
-    """Look up target, tokenizer and input. A run that was interrupted supplies unset options of how it is run.
+    """Look up target, tokenizer and input. An interrupted run supplies unset options of how the target runs.
 
-    Raises: FileNotFoundError, ConnectionError, ImportError, ValueError where one of them is missing or unusable;
-        TargetError where no reply would end.
+    Raises: FileNotFoundError, ConnectionError, ImportError or ValueError if something is missing or unusable;
+        TargetError if no reply would end.
     """
     from niels_gpt.eagle3.replies import recorded
 
@@ -85,10 +87,11 @@ def resolve(options: RespondOptions, settings: Settings) -> Responder:
 
 
 def respond(responder: Responder, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Make the file of replies, or what is missing of it; returns its record.
+    """Write the file of replies, or its missing rows; return its record.
 
-    progress: called with the tokens of replies, the chats that are done, and None.
-    Raises: CacheError as replies.opened; as load_target and input_chats; ValueError where not one chat has a reply.
+    progress: called with the tokens of replies, the finished chats, and None.
+    Raises: CacheError for a file that cannot be resumed (see replies.opened); the errors of load_target and
+        input_chats; ValueError if no chat has a reply.
     """
     from niels_gpt.eagle3.replies import ReplyFile, opened
     from niels_gpt.eagle3.workers import torch_threads
@@ -115,7 +118,7 @@ def respond(responder: Responder, *, progress: Progress | None = None) -> dict[s
 
 
 def tried(responder: Responder) -> Trial:
-    """Read the chats and tokenize their first prompts, without the target. Raises: as input_chats."""
+    """Read the chats and tokenize their first prompts, without the target. Raises: the errors of input_chats."""
     dropped = Counter[str]()
     chats, counts, lengths = 0, Counter[str](), list[int]()
     for window in _cut(_chats(responder, dropped), CHATS):
@@ -127,7 +130,7 @@ def tried(responder: Responder) -> Trial:
 
 
 def _chats(responder: Responder, dropped: Counter[str]) -> Iterator[tuple[Chat, int]]:
-    """Yield each chat, and how many of the same name stand before it."""
+    """Yield each chat, and how many chats of the same name came before it."""
     from niels_gpt.recipes.eagle3.input import input_chats
 
     options = responder.options
@@ -141,7 +144,7 @@ def _chats(responder: Responder, dropped: Counter[str]) -> Iterator[tuple[Chat, 
 
 
 def _first_prompts(responder: Responder, chats: Sequence[tuple[Chat, int]]) -> tuple[list[Answered], list[int]]:
-    """Return the chats without replies, and the tokens of their first prompts; 0 for one that has ended."""
+    """Return the chats without replies, and the tokens of their first prompts; 0 for an ended chat."""
     from niels_gpt.eagle3.replies import next_prompts, started
 
     answered = [started(chat, responder.options.turns, before) for chat, before in chats]
@@ -151,7 +154,7 @@ def _first_prompts(responder: Responder, chats: Sequence[tuple[Chat, int]]) -> t
 
 
 def _batches(responder: Responder, dropped: Counter[str], done: set[int]) -> Iterator[list[tuple[int, Answered]]]:
-    """Yield batches of chats with their numbers, but those that are done."""
+    """Yield batches of unfinished chats with their numbers."""
     first = 0
     for window in _cut(_chats(responder, dropped), CHATS):
         numbers = range(first, first + len(window))

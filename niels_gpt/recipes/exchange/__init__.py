@@ -1,5 +1,5 @@
-"""Caches from and to other tools: what `import` makes of a folder, and exports as recipes.
+"""Recipes that move caches to and from other tools.
 
-imports.py   import: which place and tokenizer a folder of another tool gets
-outputs.py   lines of sources.toml: caches that are exported, or pushed to a bucket, unless that is up to date
+imports.py   decides the place and tokenizer of an imported cache
+outputs.py   exports or pushes caches by lines of sources.toml, unless they are up to date
 """

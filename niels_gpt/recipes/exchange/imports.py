@@ -1,6 +1,6 @@
-"""Import: where the cache goes, and with which tokenizer; niels_gpt/exchange/importing.py makes it.
+"""Choose the place and the tokenizer of an imported cache; niels_gpt/exchange/importing.py writes it.
 
-All caches of pretrain/ and sft/ share the tokenizer of their folder. One of imported/ may have another, which lies
+All caches in pretrain/ and sft/ share the tokenizer of their folder. A cache in imported/ may have another, which lies
 with its versions, in imported/.versions/NAME/tokenizer, where readers look first.
 """
 
@@ -17,7 +17,6 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.exchange.foreign import not_ours, read_manifest
 from niels_gpt.exchange.formats import FORMATS
 from niels_gpt.exchange.importing import Imported, ImportOptions, import_folder, kind_of
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.records import TOKENIZER_KEY, append_run, recorded_outcomes
 from niels_gpt.recipes.tokenizer import copy_tokenizer, ensure_tokenizer, named_tokenizer
 from niels_gpt.settings import Settings
@@ -26,9 +25,10 @@ from niels_gpt.storage.locks import apply_lock_setting
 from niels_gpt.storage.versions import versions_dir
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.protocol import FullTokenizer
+from niels_gpt.work import Progress
 
 IMPORTED = "imported"
-"""The folder of caches that no build makes."""
+"""Folder for caches that no build makes."""
 _NAME = re.compile(r"(?:(pretrain|sft|imported)/)?(?!tokenizer$)([A-Za-z][A-Za-z0-9_]{0,99})")
 
 
@@ -48,14 +48,14 @@ def import_cache(
     utf8_bytes: bool = True,
     progress: Progress | None = None,
 ) -> Imported:
-    """Make a folder of another tool a cache of `cache_dir`.
+    """Import a folder of another tool as a cache of `cache_dir`.
 
-    name: NAME, which is imported/NAME; or imported/NAME, pretrain/NAME, sft/NAME. format: a key of FORMATS.
-    tokenizer: a path or an id of the hub, as the setting; None: the folder is an export of this project, and was made
-        with the tokenizer of `cache_dir`. val: a pattern of the files of val; None: by their names.
-    The other arguments are those of `ImportOptions`. progress: as of `import_folder`.
-    Raises: ValueError for a wrong argument; FileNotFoundError; CacheError E221 for what is not of the format, E222 for
-        an id outside the vocabulary, E223 for a tokenizer that is not known, or not that of the other caches; OSError.
+    name: NAME, which means imported/NAME; or imported/NAME, pretrain/NAME, sft/NAME. format: a key of FORMATS.
+    tokenizer: path or id of the hub, as in the setting; None: the folder is an export of this project, made with the
+        tokenizer of `cache_dir`. val: pattern for files of val; None: by their names.
+    Takes the other choices of `ImportOptions`. progress: called with files, bytes of tokens read, and bytes in all.
+    Raises: ValueError for a wrong argument; FileNotFoundError; CacheError E221 for a folder of another format, E222 for
+        an id outside the vocabulary, E223 for an unknown tokenizer, or another one than the other caches have; OSError.
     """
     if format not in FORMATS:
         raise ValueError(f"--from {format}: expected one of {', '.join(FORMATS)}")
@@ -94,7 +94,7 @@ def import_cache(
 
 
 def _record(source: Path, cache_dir: Path, key: str, flags: Mapping[str, object], seconds: float) -> None:
-    """Append the import to the runs of the cache, from which errors take the command that makes it again."""
+    """Append the import to the runs of the cache. Errors take the command from there that makes the cache again."""
     words = [str(source.absolute()), key]
     for flag, value in flags.items():
         if value is not None and value is not False:
@@ -104,7 +104,7 @@ def _record(source: Path, cache_dir: Path, key: str, flags: Mapping[str, object]
 
 
 def key_of(name: str) -> str:
-    """Return the key of the cache that an import makes: imported/wiki of wiki. Raises: ValueError."""
+    """Return the key of an imported cache: imported/wiki for wiki. Raises: ValueError for a malformed name."""
     found = _NAME.fullmatch(name)
     if found is None:
         expected = "up to 100 letters, digits and _, a letter first, alone or behind imported/, pretrain/ or sft/, "
@@ -114,7 +114,7 @@ def key_of(name: str) -> str:
 
 
 def _opened(source: Path, settings: Settings, of_manifest: str | None) -> FullTokenizer:
-    """Return the tokenizer of the ids: the named one, or that of the folder of caches where the manifest has it."""
+    """Return the tokenizer of the ids: the named one, or the folder's if the manifest has its sha256."""
     shared = Path(settings.cache_dir) / TOKENIZER_KEY
     if settings.tokenizer is not None:
         tokenizer = named_tokenizer(settings)
@@ -133,9 +133,9 @@ def _opened(source: Path, settings: Settings, of_manifest: str | None) -> FullTo
 
 
 def _place(cache_dir: Path, key: str, tokenizer: FullTokenizer, settings: Settings) -> Callable[[], object]:
-    """Return what installs the tokenizer where readers of the cache find it, and no other cache does.
+    """Return a function that installs the tokenizer where readers of this cache find it, and readers of no other.
 
-    Raises: CacheError E223 for a cache of pretrain/ or sft/ whose folder has caches of another tokenizer.
+    Raises: CacheError E223 in pretrain/ or sft/ if the caches there have another tokenizer.
     """
     folder = cache_dir / TOKENIZER_KEY
     shared = (find_meta(folder) or {}).get("tokenizer_sha256") if folder.is_dir() else None

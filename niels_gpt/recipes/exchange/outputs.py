@@ -1,16 +1,16 @@
-"""Lines of sources.toml, [export.NAME] and [published.NAME]: caches that are exported or pushed, unless up to date.
+"""Export or push caches by tables of sources.toml, [export.NAME] and [published.NAME], unless they are up to date.
 
-[export.wikitext-megatron]
-cache = "pretrain/wikitext"
-to = "megatron"
-folder = "exports/wikitext-megatron"   # relative to the folder of sources.toml
+    [export.wikitext-megatron]
+    cache = "pretrain/wikitext"
+    to = "megatron"
+    folder = "exports/wikitext-megatron"   # relative to the folder of sources.toml
 
-[published.wikitext]
-cache = "pretrain/wikitext"
-url = "s3://bucket/wikitext"           # a path is relative to the folder of sources.toml
+    [published.wikitext]
+    cache = "pretrain/wikitext"
+    url = "s3://bucket/wikitext"           # a path is relative to the folder of sources.toml
 
-An export is replaced if its folder has nothing but what its manifest describes; a cache at a URL if this line pushed
-it, or found it up to date: a note in .runs says what it was.
+An export is replaced only if its folder holds nothing but the files of its manifest. A cache at a URL is replaced only
+if this table pushed it or found it up to date: a note in .runs remembers that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from niels_gpt.exchange.names import FORMAT_NAMES
 from niels_gpt.exchange.output import MANIFEST_NAME
 from niels_gpt.exchange.transfer.described import Pushed
 from niels_gpt.exchange.transfer.remote import Bucket, scheme_of
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.records import RUNS_DIR, cache_root
 from niels_gpt.recipes.user_sources import DELIVERIES, sources_tables
 from niels_gpt.settings import Settings
@@ -39,6 +38,7 @@ from niels_gpt.storage.errors import CacheError, DefinitionError
 from niels_gpt.storage.locks import file_lock
 from niels_gpt.storage.meta_json import checked_name, parse_object, read_regular, sha256_regular
 from niels_gpt.storage.remedies import build_command
+from niels_gpt.work import Progress
 
 EXPORT, PUBLISHED = DELIVERIES
 _KEYS = {EXPORT: ("cache", "to", "folder"), PUBLISHED: ("cache", "url")}
@@ -53,49 +53,49 @@ _CACHES = {
 
 @dataclass(frozen=True)
 class Line:
-    """One table: a cache, and where it goes."""
+    """One table: a cache and its destination."""
 
     kind: str
     """export or published."""
     name: str
     cache: str
-    """Its key, such as pretrain/wikitext."""
+    """Key, such as pretrain/wikitext."""
     to: str | None = None
-    """Of an export, the format."""
+    """Format of an export."""
     folder: Path | None = None
-    """Of an export, where it is written: absolute."""
+    """Absolute folder of an export."""
     url: str | None = None
-    """Of a published cache: a folder in a bucket."""
+    """URL of a published cache, a folder in a bucket."""
 
     @property
     def path(self) -> str:
-        """Its name in Dagster: export/NAME or published/NAME."""
+        """Name in Dagster: export/NAME or published/NAME."""
         return f"{self.kind}/{self.name}"
 
     @property
     def place(self) -> str:
-        """Where the cache goes."""
+        """Folder or URL of the destination."""
         return str(self.folder or self.url)
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """What became of a line."""
+    """Result of one table."""
 
     line: Line
     content_sha256: str
     """Of the cache."""
     reused: bool
-    """Nothing was done: it was up to date."""
+    """Whether it was up to date, so that nothing was done."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Files and bytes, by the manifest or the push."""
 
 
 def lines_of(settings: Settings) -> dict[str, Line]:
-    """Return the lines of sources.toml by their path, in its order.
+    """Return the tables of sources.toml by their path, in order.
 
-    Raises: ValueError (E104) for a table that is malformed, a second one of the same name but for - and _, and two of
-        the same place; FileNotFoundError as `sources_tables`.
+    Raises: ValueError E104 for a malformed table, two names that differ only in - and _, or two tables with one
+        destination; FileNotFoundError for a missing `sources_file` other than the default.
     """
     where, tables = sources_tables(settings)
     found: dict[str, Line] = {}
@@ -141,13 +141,14 @@ def _absolute(where: Path, path: str) -> Path:
 
 
 def deliver(settings: Settings, line: Line, *, wait: bool = True, progress: Progress | None = None) -> Delivered:
-    """Export or push the cache of a line, unless what is there is of its content and format.
+    """Export or push the cache of a table, unless its destination has this content and format.
 
-    An export of another version is replaced by the new one, if its folder holds nothing but what its manifest
-    describes, by name, size and sha256; a pushed cache, if this line pushed it, or found it up to date. wait: for
-    another process that does the same.
-    Raises: FileNotFoundError without the cache; CacheError E704 where the folder holds anything else, E610 where the
-        bucket does; as `export_cache` and `push`.
+    Replaces an export of another version if its folder holds nothing but the files of its manifest, by name, size and
+    sha256. Replaces a pushed cache if this table pushed it or found it up to date. wait: for another process that does
+    the same.
+    Raises: FileNotFoundError without the cache; CacheError E704 if the folder holds other files, E610 if the bucket
+        does, E220 if the format cannot hold the cache, E611 for a damaged file, E612 if the bucket cannot be used;
+        OSError.
     """
     cache = cache_root(settings) / line.cache
     meta = find_meta(cache)
@@ -165,7 +166,7 @@ def deliver(settings: Settings, line: Line, *, wait: bool = True, progress: Prog
 
 
 def _wrong_size(at: object, size: int | None, record: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with a file of this size; None: there is none."""
+    """Return the problem of a file of this size; None if it is right."""
     if size == record["bytes"]:
         return []
     found = "is missing" if size is None else f"has {size:,} bytes"
@@ -176,9 +177,9 @@ def _wrong_size(at: object, size: int | None, record: Mapping[str, Any]) -> list
 
 
 def manifest_of(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of an export; None where there is no folder, or an empty one.
+    """Return the manifest of an export; None for a missing or empty folder.
 
-    Raises: CacheError E704 for a folder of anything else.
+    Raises: CacheError E704 for a folder with anything else.
     """
     if not folder.is_symlink() and (not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))):
         return None
@@ -195,7 +196,7 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
 
 
 def missing_of(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Return what is wrong with the files that a manifest names, by their sizes."""
+    """Return the problems of the files in a manifest, by their sizes."""
     problems = []
     for record in manifest["files"]:
         path = folder / record["name"]
@@ -237,9 +238,9 @@ def _export(cache: Path, line: Line, content: str, progress: Progress | None) ->
 
 
 def _refuse_foreign(folder: Path, manifest: dict[str, Any], *, by_digest: bool = False) -> None:
-    """Raise CacheError E704 where a folder has anything but the files that its manifest describes: it would be removed.
+    """Raise CacheError E704 if a folder holds anything but the files of its manifest, because it would be removed.
 
-    by_digest: compare not only names and sizes, but sha256 too.
+    by_digest: compare sha256 too, not only names and sizes.
     """
     named = {record["name"]: record for record in manifest["files"]}
     folders = {parent.as_posix() for name in named for parent in PurePosixPath(name).parents}
@@ -273,10 +274,11 @@ def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def publish(cache: Path, line: Line, content: str, note: Path, progress: Progress | None) -> Pushed:
-    """Push the cache of a line. What is there already is not sent again; a missing file is.
+    """Push the cache of a table. Sends only files that are missing at the URL.
 
-    content: the cache's content_sha256. note: a file of this line.
-    Raises: CacheError E610 for a cache at the URL that this line did not push, and for other files; as `push`.
+    content: content_sha256 of the cache. note: file that remembers the pushes of this table.
+    Raises: CacheError E610 for a cache at the URL that this table did not push, or for other files, E611 for a damaged
+        file, E612 if the bucket cannot be used; OSError.
     """
     from niels_gpt.exchange.card import card_of
     from niels_gpt.exchange.transfer.push import push
@@ -302,7 +304,7 @@ def publish(cache: Path, line: Line, content: str, note: Path, progress: Progres
 
 
 def _noted(note: Path, url: str) -> tuple[list[str], bool]:
-    """Return the contents that a line pushed to a URL, or tried to, and whether the last push ended well."""
+    """Return the contents that this table pushed to a URL, or tried to, and whether the last push ended well."""
     try:
         found = parse_object(read_regular(note))
         return (list(map(str, found["contents"])), found["is_pushed"] is True) if found["url"] == url else ([], False)
@@ -311,9 +313,10 @@ def _noted(note: Path, url: str) -> tuple[list[str], bool]:
 
 
 def missing_at(cache: Path, line: Line) -> list[str]:
-    """Return what is wrong at the URL: another cache than the line's, files that are missing or have another size.
+    """Return the problems at the URL: another cache, missing files, files of another size.
 
-    Raises: CacheError E612 without a cache there, or where the bucket cannot be used; others as `remote_cache`.
+    Raises: CacheError E612 if no cache is there or the bucket cannot be used, E611 if its meta.json arrives damaged,
+        E202, E206, E207 or E208 if it is no usable meta.json.
     """
     from niels_gpt.exchange.transfer.fetch import remote_cache
 

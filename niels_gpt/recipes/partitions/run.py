@@ -5,19 +5,19 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from niels_gpt.engine.units import Plan
-from niels_gpt.progress import Progress
+from niels_gpt.engine.units import PartitionPlan
 from niels_gpt.recipes.records import Outcome
 from niels_gpt.recipes.units import MadeUnit, Units
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import CodedWarning
+from niels_gpt.work import Progress
 
 _SAID = "niels_gpt.recipes.partitions.run is niels_gpt.recipes.units now: Units(settings, name).build(number), .seal()"
 warnings.warn(CodedWarning("W104", _SAID), stacklevel=2)
 MadePartition = MadeUnit
 
 
-def prepare(settings: Settings, name: str, **how: Any) -> Plan | None:
+def prepare(settings: Settings, name: str, **how: Any) -> PartitionPlan | None:
     """Return `Units(...).plan`."""
     return Units(settings, name, **how).plan
 

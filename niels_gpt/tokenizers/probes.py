@@ -5,6 +5,8 @@ roundtrip(tokenizer)  ->  {"texts": 19, "differ": 0}     of PROBES; meta.json ca
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -31,6 +33,7 @@ PROBES = (
 )
 """Runs of whitespace, line ends, capitals, combining marks, scripts, emoji, and what Unicode normalization changes."""
 
+_LITERALS = 64  # tokens whose literals are in the test texts
 _SHOWN = 24  # characters of a text around the first difference
 
 
@@ -55,3 +58,27 @@ def first_difference(text: str, back: str) -> str:
     same = next((at for at, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
     start = max(0, same - _SHOWN // 3)
     return f"at character {same}, {text[start : start + _SHOWN]!a} came back as {back[start : start + _SHOWN]!a}"
+
+
+def probe_texts(literals: Sequence[str]) -> list[bytes]:
+    """Return the texts that an engine is tested with when it is opened, with the literals of some tokens in them."""
+    sides = ((" ", " "), ("a", "b"), ("\n", "  "))
+    around = [f"{left}{literal}{right}" for literal in literals[:_LITERALS] for left, right in sides]
+    return [text.encode() for text in (*PROBES, *_odd_texts(), *around)]
+
+
+@functools.cache
+def _odd_texts() -> tuple[str, ...]:
+    generator = random.Random(0)
+    alphabets = (
+        " \n\t\r\u00a0\u3000ab1.",
+        "'sdtmlrveSDTMLRVE \u2019",
+        "0123456789\u0660\u0665\u00bd\u2167,. ",
+        "abcde  \u00e9\u00fc\u6f22\u5b57\u304b\u0301\u0308\u200d\U0001f98a\U0001f469\ufe0f\u2581\ufeff\0",
+        '(){}[]<>=+-*/_#|;:!?"`~^&%$@.,\\ \nxY',
+    )
+    texts = ["".join(generator.choices(alphabet, k=40)) for alphabet in alphabets for _ in range(24)]
+    for _ in range(60):
+        codes = (generator.randrange(0x110000 if generator.random() < 0.2 else 0x3000) for _ in range(40))
+        texts.append("".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000))
+    return (*texts, "a" * 3000, " " * 3000, "ab" * 1500, "\n" * 300, "<unk> <s> </s> <0x41> <|endoftext|> <pad>")

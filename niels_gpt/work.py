@@ -1,4 +1,7 @@
-"""Signals that end a command: SIGTERM and SIGHUP act like Ctrl-C, and a second signal ends the process at once."""
+"""What long work shares: the Progress callback, and the signals that end a command.
+
+SIGTERM and SIGHUP act like Ctrl-C, and a second signal ends the process at once.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
+
+Progress = Callable[[int, int, int | None], None]
+"""Called by long work, which commands show as a bar and Dagster as log lines: items finished (documents, shards,
+files), units done, units in all (tokens or bytes; None if unknown). Each function that takes one names its units."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -3,35 +3,41 @@
     savings = count_savings(forests(lines))
     print(savings.as_json()["token_factor"], savings.interpretation())
 
-Forests are counted one by one and dropped, so that memory depends on the largest forest, not on the file.
+Forests are counted one by one and dropped, so that memory depends on the largest forest, not on the file. FLOPs are of
+a model of given sizes, or of the model that a config.json describes.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from niels_gpt.prefix_tree.forest import MAX_SAMPLE_TOKENS, ForestStats, ModelShape, PrefixForest
-from niels_gpt.prefix_tree.rollouts.records import Sample
-from niels_gpt.prefix_tree.savings import MODEL_7B, ROWS
-from niels_gpt.storage.errors import TreeError
+from torch import nn
 
-SHAPE_7B = ModelShape(**MODEL_7B)
+from niels_gpt.prefix_tree import ROWS
+from niels_gpt.prefix_tree.forest import MAX_SAMPLE_TOKENS, SHAPE_7B, ForestStats, ModelShape, PrefixForest
+from niels_gpt.prefix_tree.rollouts.records import Sample
+from niels_gpt.storage.errors import TreeError
+from niels_gpt.storage.meta_json import printable
+
 LITTLE = 1.3
 """A smaller factor of FLOPs is called little: a prompt of 256 tokens with 8 completions of 1,024 gives 1.21."""
 
 
 def computed_pairs(stats: ForestStats, attention: str) -> int:
-    """Return the query-key pairs that an attention computes for a forest: those of the mask, or T x T."""
+    """Return the query-key pairs that an attention computes for a forest: the pairs of the mask, or T x T."""
     return stats.pairs_after if attention == "prefix_tree" else stats.tokens_after**2
 
 
 def flop_factor(stats: ForestStats, shape: ModelShape, attention: str) -> float:
-    """Return the training FLOPs of a forest's samples over those of its row."""
+    """Return the training FLOPs of a forest's samples over the FLOPs of its row."""
     after = shape.training_flops(stats.tokens_after, computed_pairs(stats, attention), stats.head_rows_after)
     return shape.training_flops(stats.tokens_before, stats.pairs_before, stats.head_rows_before) / after
 
@@ -41,12 +47,12 @@ class Rollouts(NamedTuple):
 
     path: str
     line: int
-    """From 1: of a line, of an item of an array, or of a row of parquet."""
+    """The number, from 1, of a line, an item of an array, or a row of parquet."""
     samples: list[Sample]
     is_group: bool
     """Whether the row is a prompt with its completions, and not one sample."""
     key: str | None
-    """The name of the row's group; None: it names none."""
+    """The name of the row's group; None if it names none."""
 
     @property
     def where(self) -> str:
@@ -55,7 +61,7 @@ class Rollouts(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """A forest and the lines that it was made from."""
+    """A forest and the lines that are folded in it."""
 
     forest: PrefixForest
     lines: list[Rollouts]
@@ -64,9 +70,10 @@ class Folded(NamedTuple):
 def forests(lines: Iterable[Rollouts], *, rows: int = ROWS) -> Iterator[Folded]:
     """Fold each group by itself, and samples without a group in runs of `rows` consecutive lines; 0: all of a file.
 
-    Consecutive lines with the same group key are folded together, in either form. No forest holds lines of
-    two files, and a run ends before it has more than MAX_SAMPLE_TOKENS.
-    Raises: ValueError for a group of several lines with more than MAX_SAMPLE_TOKENS.
+    Consecutive lines with the same group key are folded together, in either form. No forest holds lines of two files,
+    and a run ends before it has more than MAX_SAMPLE_TOKENS.
+
+    Raises: TreeError E804 for a group of several lines with more than MAX_SAMPLE_TOKENS.
     """
     run: list[Rollouts] = []
     tokens = 0
@@ -82,7 +89,7 @@ def forests(lines: Iterable[Rollouts], *, rows: int = ROWS) -> Iterator[Folded]:
 
 
 def _belongs_to(run: list[Rollouts], line: Rollouts, rows: int, tokens: int) -> bool:
-    """Return whether a line is folded with those before; tokens: of all of them. Raises: as `forests`."""
+    """Return whether a line is folded with the lines before it; tokens: of all of them together."""
     if run[0].path != line.path or run[-1].line >= line.line or run[0].key != line.key:  # a file may be given twice
         return False
     if line.key is None:
@@ -102,14 +109,14 @@ def _folded(lines: list[Rollouts]) -> PrefixForest:
 
 @dataclass
 class Savings:
-    """Sums over forests, and what each of them saves. A factor is the number before folding over the one after it."""
+    """Sums over forests, and the savings of each. A factor is the number before folding over the number after it."""
 
     shape: ModelShape
-    """Of the model whose FLOPs are predicted."""
+    """Sizes of the model for FLOPs."""
     attention: str = "prefix_tree"
-    """One of ATTENTIONS: it decides which pairs are computed after folding."""
+    """One of ATTENTIONS: decides which pairs are computed after folding."""
     counters: Mapping[str, int] = field(default_factory=dict)
-    """Lines and samples that are left out, and what else was counted while they were read."""
+    """Counts of the reading: lines and samples left out, by reason, and more."""
     lines: int = 0
     groups: int = 0
     """Lines with a prompt and completions; each other one is a sample."""
@@ -118,21 +125,21 @@ class Savings:
     first_tokens: int = 0
     """First tokens of completions after a prompt: one label per row has no loss for them."""
     completion_tokens: int = 0
-    """Of the samples whose prompt is known."""
+    """Tokens of completions, in samples with a known prompt."""
     computed_pairs: int = 0
-    """Query-key pairs that the attention computes: those of the mask, or T x T for each forest."""
+    """Query-key pairs that the attention computes: the pairs of the mask, or T x T for each forest."""
     longest: tuple[int, str] = (0, "")
     """Tokens of the longest forest after folding, and its first line."""
     best: tuple[float, str] = (0.0, "")
     """The largest token factor of a forest, and its first line."""
     worst: tuple[float, str] = (math.inf, "")
     token_factors: array[float] = field(default_factory=lambda: array("d"))
-    """Of each forest, in order."""
+    """The factor of each forest, in order."""
     flop_factors: array[float] = field(default_factory=lambda: array("d"))
 
     @property
     def sums(self) -> ForestStats:
-        """Return the counts of all forests together, with FLOPs. Raises: ValueError if there is no forest."""
+        """Return the counts of all forests together, with FLOPs. Raises: TreeError (E801) without a forest."""
         if self.total is None:
             raise TreeError("no rollouts: expected at least one forest")
         return self.total
@@ -157,21 +164,21 @@ class Savings:
 
     @property
     def flops_after(self) -> int:
-        """Return the training FLOPs of all forests, with the attention that is used."""
+        """Return the training FLOPs of all forests, by `attention`."""
         return self.shape.training_flops(self.sums.tokens_after, self.computed_pairs, self.sums.head_rows_after)
 
     @property
     def flop_factor(self) -> float:
-        """Return the training FLOPs before folding over those after it."""
+        """Return the training FLOPs before folding over the FLOPs after it."""
         sums = self.sums
         before = self.shape.training_flops(sums.tokens_before, sums.pairs_before, sums.head_rows_before)
         return before / self.flops_after
 
     @property
     def flop_factor_of_any_model(self) -> tuple[float, float]:
-        """Return the least and the largest factor that any shape gives: only attention, or none at all.
+        """Return the least and the largest factor of any model: all work in attention, other weights, or the head.
 
-        Shapes have no head if this one has none; else also only a head.
+        The head counts only if `shape` has one.
         """
         sums = self.sums
         factors = [sums.pairs_before / self.computed_pairs, sums.tokens_before / sums.tokens_after]
@@ -180,7 +187,7 @@ class Savings:
         return min(factors), max(factors)
 
     def as_json(self) -> dict[str, Any]:
-        """Return every figure by name, fit for JSON; of the factors of single forests the median, best and worst."""
+        """Return every figure by name, fit for JSON; for single forests the median, best and worst factor."""
         sums, (tokens, place) = self.sums, self.longest
         least, most = self.flop_factor_of_any_model
         return {
@@ -216,7 +223,7 @@ class Savings:
         return [(name.replace("_", " "), _shown(figure)) for name, figure in figures]
 
     def interpretation(self) -> str:
-        """Return what the figures mean for the decision whether to fold."""
+        """Return advice in words: whether folding pays, and how much."""
         factor, (least, most) = self.flop_factor, self.flop_factor_of_any_model
         parameters, head = self.shape.parameters + self.shape.head_parameters, self.shape.head_parameters
         sizes = f"{parameters:,} parameters in {self.shape.layers} layers of width {self.shape.d_model:,}"
@@ -251,8 +258,125 @@ def _shown(figure: float | str) -> str:
 
 
 def count_savings(folded: Iterable[Folded], shape: ModelShape = SHAPE_7B, attention: str = "prefix_tree") -> Savings:
-    """Return what folding saves on some forests. Raises: ValueError if there is none; what reading them raises."""
+    """Return the savings on some forests. A Savings without a forest raises TreeError (E801) when asked for figures."""
     savings = Savings(shape, attention)
     for forest in folded:
         savings.add(forest)
     return savings
+
+
+# --- the shape of a model from its config.json ------------------------------------------------------------------------
+
+
+_LARGEST = 1 << 28  # the most of any size of a model
+_MOST_BYTES = 4 << 20
+_MOST_COUNTED = 10_000  # labels, layers, heads and such: the config's class may make an object for each
+_COUNTS = re.compile(
+    r"(^|_)(num|n|layers?|depths?|blocks?|labels?|experts?|stages?|heads?)(_|$)"
+    r"(?!.*(size|dim|embd|inner|positions|embeddings|ctx|tokens?|seq|id|theta)(_|$))"
+)
+_MOST_LAYERS, _MOST_EXPERTS = 1_000, 10_000  # they decide how many modules are built
+_BUILT = 100_000  # modules of experts, layers times experts
+_REMEDY = "Give --parameters, --layers and --d-model instead"
+
+
+def shape_of(folder: Path) -> ModelShape:
+    """Return the shape of the model whose config.json is in a folder.
+
+    transformers builds the model on the meta device, so without weights. Nothing is read but the config, no code of the
+    model's repository runs, and a config with sizes that no model has is refused before transformers reads it.
+
+    Raises: TreeError (E801) if transformers cannot build such a causal language model, or its sizes are absurd;
+        FileNotFoundError without a config.json; ImportError without transformers.
+    """
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ImportError("--model needs transformers: pip install 'niels-gpt[eagle3]'") from error
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file, expected the config of a transformers model")
+    try:
+        _check_file(path)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        text = config.get_text_config()
+        _check(text)
+        if text is not config and type(text) not in AutoModelForCausalLM._model_mapping:
+            raise TreeError(f"the language model of a {config.model_type} cannot be built without its other parts")
+        with torch.device("meta"):
+            build: Any = AutoModelForCausalLM.from_config
+            model = build(text, trust_remote_code=False, attn_implementation="eager")
+    except Exception as error:  # any error of the config's class
+        reason = printable(" ".join(str(error).split())[:200])
+        raise TreeError(f"{path}: no causal language model can be built from it ({reason}). {_REMEDY}") from error
+    return shape_of_model(model)
+
+
+def shape_of_model(model: Any) -> ModelShape:
+    """Return the shape of a causal language model of transformers, with weights or without.
+
+    Parameters count if a token is multiplied with them: all matrices but embeddings, of experts the active share. The
+    head is apart. The width is the sum over query heads; if values have another width than keys, the mean of both. A
+    shape has no sliding window: each layer counts as full attention.
+    """
+    config = model.config.get_text_config()
+    experts, active = _experts(config)
+    head = model.get_output_embeddings()
+    apart = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    apart |= set() if head is None else {id(head.weight)}
+    total = 0
+    for name, weight in model.named_parameters():
+        if id(weight) not in apart and weight.ndim > 1:
+            of_experts = experts and ".experts." in name
+            total += weight.numel() * active // experts if of_experts else weight.numel()
+    of_head = 0 if head is None else head.weight.numel()
+    return ModelShape(total, config.num_hidden_layers, _width(config), head_parameters=of_head)
+
+
+def _width(config: Any) -> int:
+    """Return the width of attention: a pair costs as many products for its score and again for its value."""
+    heads, values = config.num_attention_heads, getattr(config, "v_head_dim", None)
+    keys: list[Any] = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    if values and all(keys):
+        return int(heads * (sum(keys) + values) // 2)
+    return int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
+
+
+def _experts(config: Any) -> tuple[int, int]:
+    """Return the experts of a layer, and how many of them a token gets; 0 and 0 without experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((int(value) for name in names if (value := getattr(config, name, None))), 0)
+    active = getattr(config, "num_experts_per_tok", None) or experts
+    return experts, min(int(active), experts)
+
+
+def _check_file(path: Path) -> None:
+    """Raise TreeError for a config of absurd size or with an absurd number: its class may make a list as long."""
+    size = path.stat().st_size
+    if size > _MOST_BYTES:
+        raise TreeError(f"it has {size:,} bytes; expected {_MOST_BYTES:,} at most")
+    waiting = [("the config", json.loads(path.read_bytes()))]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += [(name, each) for each in value]
+        elif isinstance(value, int):
+            most = _MOST_COUNTED if _COUNTS.search(name) else _LARGEST
+            if not -most <= value <= most and "theta" not in name:
+                raise TreeError(f"{name} is {value:.3g}; expected {most:,} at most")
+
+
+def _check(config: Any) -> None:
+    """Raise TreeError for sizes that no model has."""
+    for name, value in config.to_dict().items():
+        if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+            raise TreeError(f"{name} is {value:.3g}; expected {_LARGEST:,} at most")
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    experts = _experts(config)[0]
+    if not 0 < layers <= _MOST_LAYERS or not 0 < heads <= _LARGEST or not 0 <= experts <= _MOST_EXPERTS:
+        raise TreeError(f"it has {layers} layers, {heads} heads and {experts} experts")
+    if layers * experts > _BUILT:
+        raise TreeError(f"it has {layers} layers of {experts} experts; expected {_BUILT:,} experts at most")

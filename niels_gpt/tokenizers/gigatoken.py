@@ -1,0 +1,284 @@
+"""gigatoken as an engine: any number of threads, bounded memory, and which texts are left to the reference.
+
+Its tables are of Unicode 17, those of the library tokenizers are older: a few letters, and the order of some combining
+marks, would give other ids.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import threading
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.util import find_spec
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.tokenizers.files import BYTE_ORDER_MARK, MAX_TOKENIZER_JSON_BYTES, read_file
+from niels_gpt.tokenizers.huggingface import is_of_library
+from niels_gpt.tokenizers.protocol import FullTokenizer
+
+MAX_GROWTH: Final = 64 << 20
+"""Bytes that the process may grow by before gigatoken is opened again. To open it takes 35 MB for GPT-2."""
+_LEADS = (0xE0, 0xE1, 0xEA, 0xF0)  # first bytes in utf-8 of what _NEW_LETTERS finds
+_NEW_LETTERS = re.compile(
+    rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)|\xe1\xab[\x8f-\xab]|\xea\x9f[\x8e\x8f\x92\x94\xb1]"
+    rb"|\xf0[\x90\x91\x96\x98\x9e\xab\xac\xb2\xb3]"
+)
+"""Letters, digits and marks of Unicode 17, in utf-8; in the planes above the first, all of their 4,096 neighbours."""
+
+
+class GigatokenEngine:
+    """gigatoken with a tokenizer. Each call works in the caller's thread, and any number of threads may call."""
+
+    name = "gigatoken"
+
+    def __init__(self, tokenizer: FullTokenizer, *, max_growth: int = MAX_GROWTH) -> None:
+        """Open the model of a tokenizer. Raises: UnusableError; CacheError if its file has changed."""
+        self._tokenizer = tokenizer
+        self._model = model_of(tokenizer)
+        self._opened = opened(self._model)
+        self._memory = Memory(max_growth)
+        self._reopening: dict[int, threading.Lock] = {}  # by process: a fork may copy a lock while it is held
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        """The literals that are tokens; see Model."""
+        return self._model.literals
+
+    @property
+    def times_reopened(self) -> int:
+        """How often its cache was dropped."""
+        return self._memory.times_reopened
+
+    def may_differ(self, text: bytes) -> bool:
+        """Whether the reference has to encode a text, since their tables of Unicode differ on it.
+
+        Where a tokenizer composes characters (NFC), gigatoken is opened without that: a text that is composed by newer
+        tables than the reference's is so by the older ones too, and any other text is the reference's.
+        """
+        if text.isascii():
+            return False
+        if any(lead in text for lead in _LEADS) and _NEW_LETTERS.search(text):
+            return True
+        return self._model.composes and not unicodedata.is_normalized("NFC", str(text, "utf-8"))
+
+    def encode(self, texts: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """Return ids and lengths; see niels_gpt.tokenizers.engine.Engine."""
+        import awkward
+
+        current = self._opened  # another thread may replace it meanwhile
+        try:
+            # Not with its own threads: a forked child would not have them, and wait for ever.
+            rows = current.encode_batch(texts if isinstance(texts, list) else list(texts), parallel=False)
+        except BaseException as error:
+            if not is_of_library(error):
+                raise
+            found = f"gigatoken cannot encode a text ({str(error)[:SHOWN]!a})"
+            remedy = "Build with the reference: --engine reference"
+            raise CacheError(self._tokenizer.model_path, found, remedy=remedy, code="E411") from error
+        del current
+        ids, lengths = awkward.flatten(rows).to_numpy(), awkward.num(rows).to_numpy()
+        self._bound_cache(sum(map(len, texts)))
+        return ids, lengths
+
+    def _bound_cache(self, num_bytes: int) -> None:
+        lock = self._reopening.setdefault(os.getpid(), threading.Lock())
+        if lock.acquire(blocking=False):  # one thread does this, and none waits for it
+            try:
+                if self._memory.is_full(num_bytes):
+                    self._opened = opened(self._model)
+            finally:
+                lock.release()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GigatokenEngine, (self._tokenizer,)
+
+
+INSTALL: Final = "pip install 'niels-gpt[fast]'"
+SHOWN: Final = 200
+"""Characters of an error of the library that a message shows."""
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+_SPACES = ["Replace"]
+_PREFIX_AND_SPACES = ["Prepend", "Replace"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What gigatoken opens for a tokenizer."""
+
+    json: bytes
+    """A tokenizer.json."""
+    composes: bool
+    """Whether the tokenizer composes characters (NFC). The normalizer in `json` does not."""
+    literals: tuple[str, ...]
+    """Of the added tokens, or of the control and user-defined pieces of SentencePiece."""
+
+
+class UnusableError(Exception):
+    """gigatoken cannot encode with a tokenizer."""
+
+    def __init__(self, reason: str, remedy: str = "", *, code: str = "E411", is_usual: bool = False) -> None:
+        """is_usual: it is for no tokenizer of this kind, and nobody would expect it to."""
+        super().__init__(reason)
+        self.reason, self.remedy, self.code, self.is_usual = reason, remedy, code, is_usual
+
+
+def is_bpe(tokenizer: FullTokenizer) -> bool:
+    """Whether gigatoken would probably know a tokenizer, without having it: SentencePiece's models are left out."""
+    raw = read_file(tokenizer.model_path, MAX_TOKENIZER_JSON_BYTES, "a tokenizer", follow_links=True)
+    return tokenizer.kind == "huggingface" and re.search(rb'"type"\s*:\s*"BPE"', raw) is not None
+
+
+def model_of(tokenizer: FullTokenizer) -> Model:
+    """Return what gigatoken opens for a tokenizer: its tokenizer.json, or one made from a SentencePiece model.
+
+    Raises: UnusableError for a model that is not BPE, or that gigatoken would encode differently; CacheError.
+    """
+    if find_spec("gigatoken") is None:
+        raise UnusableError("gigatoken is not installed", INSTALL, code="E901")
+    path = tokenizer.model_path
+    raw = read_file(path, MAX_TOKENIZER_JSON_BYTES, "a tokenizer", follow_links=True)
+    if sha256(raw).hexdigest() != tokenizer.sha256:
+        remedy = "Do not change the tokenizer during a run, and start again"
+        raise CacheError(path, "has changed since it was opened", remedy=remedy, code="E402")
+    if tokenizer.kind == "sentencepiece":
+        return _of_sentencepiece(raw)
+    content = json.loads(raw)  # the library tokenizers has read it, so it has the expected form
+    if content["model"].get("type") != "BPE":
+        raise UnusableError(f"its model is {content['model'].get('type')!a}, not BPE")
+    if any(content["model"].get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")):
+        raise UnusableError("its model has dropout, a prefix or a suffix of its pieces")
+    added = content.get("added_tokens") or []
+    if any(token.get("single_word") for token in added):
+        raise UnusableError("it has added tokens that are whole words only (single_word)")
+    literals = tuple(token["content"] for token in added)
+    parts = _normalizers(content.get("normalizer"))
+    unknown = next((each["type"] for each in parts if each["type"] not in ("NFC", "Replace", "Prepend")), None)
+    if unknown is not None:
+        raise UnusableError(f"it normalizes text by {unknown!a}")
+    kept = [each for each in parts if each["type"] != "NFC"]
+    if len(kept) == len(parts):
+        return Model(raw.removeprefix(BYTE_ORDER_MARK), composes=False, literals=literals)
+    content["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
+    return Model(json.dumps(content).encode(), composes=True, literals=literals)
+
+
+def _normalizers(normalizer: Any) -> list[Any]:
+    if normalizer is None:
+        return []
+    if normalizer["type"] != "Sequence":
+        return [normalizer]
+    return [part for each in normalizer["normalizers"] for part in _normalizers(each)]
+
+
+def _of_sentencepiece(raw: bytes) -> Model:
+    try:
+        from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
+    except ImportError:  # a private module
+        raise UnusableError("this version of gigatoken is not known here", INSTALL) from None
+    try:
+        content = json.loads(sentencepiece_to_tokenizer_json(raw))
+    except ValueError as error:  # unigram, or without byte fallback
+        raise UnusableError(str(error)[:SHOWN], is_usual=True) from None
+    types = [each["type"] for each in _normalizers(content["normalizer"])]
+    literals = {each["content"] for each in content["added_tokens"] if not each["special"]}
+    if types not in (_SPACES, _PREFIX_AND_SPACES):
+        raise UnusableError("its model normalizes text (SentencePiece's rule is not identity)")
+    if literals and types == _PREFIX_AND_SPACES:
+        raise UnusableError("its model has user-defined pieces and a dummy prefix")
+    if any(" " in literal or "\u2581" in literal for literal in literals):
+        raise UnusableError("its model has user-defined pieces with spaces")
+    # SentencePiece gives control pieces for no text, and merges into pieces that are normal ones only.
+    special = {each["content"] for each in content["added_tokens"]}
+    content["added_tokens"] = [each for each in content["added_tokens"] if not each["special"]]
+    content["model"]["merges"] = [
+        [left, right]
+        for left, right in content["model"]["merges"]
+        if left + right not in special and _BYTE_PIECE.fullmatch(left + right) is None
+    ]
+    return Model(json.dumps(content).encode(), composes=False, literals=tuple(sorted(special)))
+
+
+def opened(model: Model) -> Any:
+    """Return gigatoken's tokenizer with a model. Raises: UnusableError."""
+    from gigatoken import Tokenizer
+
+    try:
+        return Tokenizer.from_json(model.json)
+    except BaseException as error:
+        if not is_of_library(error):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise UnusableError(f"gigatoken does not know it ({first_line[:SHOWN]!a})") from error
+
+
+_LOOK_EVERY: Final = 1 << 20
+"""Bytes of text between two looks at the size of the process. New words take up to 11 bytes for each byte of text."""
+_WITHOUT_SIZE: Final = 256 << 20
+"""Bytes of text after which it is opened again where a process cannot see its size: elsewhere than on Linux."""
+
+
+class Memory:
+    """Decides when the cache has to be dropped, by the size of the process.
+
+    A process grows for other reasons too, such as a shuffle buffer that fills. Where a drop gave back less than a
+    quarter of the growth, the next one waits for twice the growth: a process of any size drops a few times for nothing.
+    """
+
+    def __init__(self, max_growth: int) -> None:
+        """max_growth: bytes."""
+        self.times_reopened = 0
+        self._max_growth = self._allowed = max_growth
+        self._encoded = 0  # bytes of text since the last look
+        self._lowest = process_size()
+        self._at_drop: int | None = None
+
+    def is_full(self, num_bytes: int) -> bool:
+        """Count bytes of encoded text; return whether to drop the cache now."""
+        self._encoded += num_bytes
+        if self._encoded < (_LOOK_EVERY if self._lowest is not None else _WITHOUT_SIZE):
+            return False
+        self._encoded = 0
+        if self._lowest is not None and not self._has_grown(self._lowest):
+            return False
+        self.times_reopened += 1
+        return True
+
+    def _has_grown(self, lowest: int) -> bool:
+        if self._at_drop is not None:  # by now no thread has the dropped cache
+            _return_free_memory()
+        size = process_size() or lowest
+        if self._at_drop is not None:
+            is_useful = self._at_drop - size >= (self._at_drop - lowest) // 4
+            self._allowed = self._max_growth if is_useful else 2 * self._allowed
+            self._at_drop, lowest = None, size
+        self._lowest = min(lowest, size)
+        if size - self._lowest < self._allowed:
+            return False
+        self._at_drop = size
+        return True
+
+
+def process_size() -> int | None:
+    """Return the bytes of memory that this process uses (its resident set); None where that cannot be read."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _return_free_memory() -> None:
+    """Let glibc return to the system what lies free in its arenas: a third of a dropped cache."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
