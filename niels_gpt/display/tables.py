@@ -13,6 +13,8 @@ import sys
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from shutil import get_terminal_size
 from typing import TextIO
 
 from niels_gpt.storage.meta_json import printable
@@ -37,19 +39,14 @@ _WORDS = re.compile(rf"{_COMMAND}|(?:{_COLOUR}|\S)+|\s+")
 
 
 def width(stream: TextIO | None = None) -> int:
-    """Return how many columns a line printed to a stream may have: 40 to 120.
+    """Return how many columns a line printed to a stream may have: 40 to 120; WIDTH without a terminal.
 
-    The environment's COLUMNS decides, else the stream's terminal; without both it is WIDTH. stream: default sys.stdout.
+    The environment's COLUMNS counts first, then the terminal of stdout, then the stream's own. stream: default stdout.
     """
-    stream = sys.stdout if stream is None else stream
-    columns = os.environ.get("COLUMNS", "")
-    found = int(columns) if columns.isdecimal() else 0
-    if not found and stream.isatty():
-        try:
-            found = os.get_terminal_size(stream.fileno()).columns
-        except (OSError, ValueError):  # a terminal of no size, or a stream without a file
-            found = 0
-    return min(max(found, _NARROWEST), _WIDEST) if found else WIDTH
+    columns = WIDTH
+    with suppress(OSError, ValueError):  # no terminal, or no file
+        columns = os.get_terminal_size((stream or sys.stdout).fileno()).columns or WIDTH
+    return min(max(get_terminal_size((columns, 0)).columns, _NARROWEST), _WIDEST)
 
 
 def table(rows: Sequence[tuple[str, ...]], columns: int | None = None) -> str:
