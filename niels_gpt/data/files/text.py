@@ -231,7 +231,7 @@ def line_blocks(file: BinaryIO, limit: int, path: Path | None = None) -> Iterato
 def open_source(path: Path) -> int:
     """Open a regular file of a source and return its descriptor.
 
-    Raises: FileNotFoundError E301 if it does not exist; CacheError E301 if it is no regular file; SourceError E302 if
+    Raises: FileNotFoundError E301 if it does not exist; NotRegularError if it is no regular file; SourceError E302 if
         it is mostly holes.
     """
     with errors_as("E301"):
