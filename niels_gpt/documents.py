@@ -1,4 +1,4 @@
-"""Documents as columns, as a loader gives many to a builder at once; and partitions of a source.
+"""Documents as columns, which a loader gives to a builder; a sampled sequence; and partitions of a source.
 
 A loader that reads rows one by one yields (split, text, id) instead. A builder takes both.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 NO_COUNTERS: tuple[tuple[int, Mapping[str, int]], ...] = ((0, {}),)
 
@@ -37,6 +37,27 @@ class DocumentBatch:
     def __len__(self) -> int:
         """Number of documents."""
         return len(self.texts)
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One sampled sequence of L tokens.
+
+    Its scored tokens are the completion, or all L if it is not known where the completion begins.
+    """
+
+    ids: Any
+    """Integers [L]: prompt and completion, as sampled."""
+    prompt_length: int = -1
+    """Tokens before the completion; -1: not known."""
+    loss_mask: Any = None
+    """0 and 1 [L]: which tokens are targets. None: the scored tokens."""
+    logprobs: Any = None
+    """float32 [scored tokens]: the log-prob of each, by the model that sampled it."""
+    advantage: Any = None
+    """One float, or float32 [scored tokens]."""
+    reward: float | None = None
+    """The score of the sample."""
 
 
 MAX_PARTITIONS = 100_000

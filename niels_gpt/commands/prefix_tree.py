@@ -111,11 +111,11 @@ def _line(path: str, number: int, row: dict[str, Any], group_key: str, counters:
     """Return a row's samples; None, counted, where a build would keep none of them. Raises: as read_rollouts."""
     from niels_gpt.data.files.rollouts import NotRolloutsError, samples_of
     from niels_gpt.data.files.text import note
-    from niels_gpt.prefix_tree.rollouts.records import Rollout, checked
+    from niels_gpt.prefix_tree.rollouts.records import checked
     from niels_gpt.prefix_tree.savings import Rollouts
 
     try:
-        found = [checked(Rollout(**vars(sample)), None) for sample in samples_of(row)[1]]
+        found = [checked(sample, None) for sample in samples_of(row)[1]]
     except NotRolloutsError as error:
         note(counters, error.reason, f"{path}, line {number}: found {error.found or f'the fields {_names(row)}'}")
         return None

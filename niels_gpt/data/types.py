@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from niels_gpt.documents import Rollout
 
 
 @dataclass(frozen=True)
@@ -72,27 +70,10 @@ class RawChat:
 
 
 @dataclass(frozen=True, eq=False)
-class SampledSequence:
-    """One recorded sequence of L token ids. P is prompt_length, or 0 where it is not known."""
-
-    ids: NDArray[np.int64]
-    """int64 [L]: prompt and completion."""
-    prompt_length: int
-    """Number of prompt tokens; -1: not known."""
-    loss_mask: NDArray[np.bool_] | None = None
-    """bool [L]: which ids carry loss; None: not stated."""
-    logprobs: NDArray[np.float32] | None = None
-    """float32 [L - P]: log-probability of each completion id under the model that sampled it."""
-    advantage: float | NDArray[np.float32] | None = None
-    """One number for the sample, or float32 [L - P] for each completion id."""
-    reward: float | None = None
-
-
-@dataclass(frozen=True, eq=False)
 class SequenceGroup:
     """Recorded sequences that belong together, such as the completions of one prompt."""
 
-    samples: list[SampledSequence]
+    samples: list[Rollout]
     source: str
     meta: dict[str, Any] = field(default_factory=dict)
     """Has "id", the group's name, where the source names one."""

@@ -1,11 +1,11 @@
-"""Which models of transformers can be folded: their tokens get the same values in a folded row as in their samples.
+"""Which models of transformers can be folded, so that a token has the same values in a folded row as in its samples.
 
 A model can be folded if tokens act on each other through attention alone, and its forward takes the mask and the
 positions. A model that mixes tokens in another way (a recurrent state, a convolution along the row, n-grams of ids)
 mixes branches, and one that numbers positions itself numbers them wrongly: both are refused. The rules read the config
-and the signature of `forward`; transformers is not imported. They were tested with a tiny model of each causal language
-model of transformers 5.23 that a generic config can build, with default options: no model with wrong values is
-accepted. For other models, or other options, use `verify_fold`.
+and the signature of `forward`; transformers is not imported. The tests hold them against every causal language model of
+transformers 5.23 that a generic config can build, with default options: they accept no model with wrong values. For
+other models or options use `verify_fold`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WRAPPERS = ("_orig_mod", "module", "pretrained_model")  # torch.compile; DataPa
 
 
 class AttentionRouteError(CodedError, ValueError, code="E802"):
-    """This model, or this way to run it, would silently give a folded row other values than its samples have."""
+    """A model, or a way to run it, that would silently give a folded row other values than its samples have."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Architecture:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside torch.compile, DistributedDataParallel, FSDP, PEFT or TRL, that has the parameters."""
+    """Return the model of transformers inside torch.compile, DistributedDataParallel, FSDP, PEFT or TRL."""
     return wrappers(model)[-1]
 
 
 def wrappers(model: nn.Module) -> list[nn.Module]:
-    """Return a model with what it wraps, outermost first; the last is `unwrapped(model)`."""
+    """Return a model and the models inside it, outermost first; the last is `unwrapped(model)`."""
     for name in _WRAPPERS:
         if isinstance(inner := getattr(model, name, None), nn.Module):
             return [model, *wrappers(inner)]
@@ -67,7 +67,7 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether fully_shard (FSDP2) was applied: it changes the class of a module, there is no wrapper."""
+    """Return whether fully_shard (FSDP2) was applied: it changes the class of a module and adds no wrapper."""
     return any(of_class.__name__ == "FSDPModule" for of_class in type(module).__mro__)
 
 
@@ -79,8 +79,8 @@ def architecture(model: nn.Module, longest: int, shortest: int, rows: int) -> Ar
         longest, shortest: tokens of the longest and the shortest sample.
         rows: tokens of the folded row.
 
-    Raises: AttentionRouteError for a model that cannot be folded, with the reason.
-    Warns: if dropout is active: folded and unfolded values then agree in expectation only.
+    Raises: AttentionRouteError (E802) for a model that cannot be folded, with the reason.
+    Warns: W801 if dropout is active: folded and unfolded values then agree in expectation only.
     """
     model = unwrapped(model)
     config: Any = getattr(model, "config", None)
@@ -106,7 +106,7 @@ def architecture(model: nn.Module, longest: int, shortest: int, rows: int) -> Ar
 
 
 def _declared(config: Any, name: str) -> Any:
-    """Return a value of a config; None if its class does not declare the name, for then no code reads it."""
+    """Return a value of a config; None if its class does not declare the name, as then no code reads it."""
     value, of_class = getattr(config, name, None), type(config)
     declared = {*dir(of_class), *getattr(of_class, "attribute_map", ()), *inspect.signature(of_class).parameters}
     if value is None or name in declared:

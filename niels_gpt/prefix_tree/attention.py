@@ -1,16 +1,16 @@
-"""The attention mask of a folded row, and which ways to pass it to a model of transformers are refused as wrong.
+"""Runs a folded row through a model of transformers: the arguments of a forward pass, and their checks.
 
     inputs = model_inputs(forest, model)          # a model of transformers, attn_implementation "sdpa" or "eager"
     with guard(forest, model):                    # checks every forward in the block before it runs
         hidden, head = body_forward(model, forest)   # of heads.py, through any wrapper; or model(**inputs).logits
 
-By default a model of "sdpa" is set to "prefix_tree" (backends/segments.py), which computes the pairs of the forest and
-runs every other forward as "sdpa" does. "eager" gets a dense mask: T^2 values, computed at each call and not kept.
+By default a model of "sdpa" is set to "prefix_tree" (segments.py), which computes the pairs of the forest and runs
+every other forward as "sdpa" does. "eager" gets a dense mask: T^2 values, computed at each call and not kept.
 
 These mistakes raise no error in transformers 5.23: without mask and segments, repeated positions are read as packed
 sequences; a 2-D mask of ones becomes a causal mask, which leaks; without positions, tokens are numbered along the flat
-row; "eager" adds a boolean mask to the scores; and a 4-D mask switches the sliding window of a model off, so that the
-mask made here includes the window.
+row; "eager" adds a boolean mask to the scores; and a 4-D mask switches off the sliding window of a model, so the masks
+made here include the window.
 """
 
 from __future__ import annotations
@@ -73,21 +73,21 @@ def model_inputs(forest: PrefixForest, model: nn.Module, *, backend: Backend = "
     """Return the arguments of a forward pass, as model(**inputs), on the model's device.
 
     `input_ids` and `position_ids` are int64 [1, T], `use_cache` is False. By segments, `attention_mask` is None and
-    `prefix_tree` is the forest's `Segments`. Else `attention_mask` is a tensor [1, 1, T, T] as `hf_attention_mask`
-    makes it, the model's sliding window included. Where layers have different windows and a sample is longer than one
-    of them, it is a dict of such tensors by layer type, which these models take. A model of "flex_attention" on a GPU
-    gets a `block_mask` in place of each tensor, which `guard` cannot check, and refuses.
+    `prefix_tree` is the forest's `Segments`. Otherwise `attention_mask` is the tensor [1, 1, T, T] of
+    `hf_attention_mask` with the model's sliding window. Where layers have different windows and a sample is longer than
+    one of them, it is a dict of such tensors by layer type. A model of "flex_attention" on a GPU gets a `block_mask` in
+    place of each tensor, which `guard` refuses, as it cannot check it.
 
     backend: "prefix_tree": by segments; sets the model's attn_implementation to "prefix_tree". "dense": by a mask.
         "auto": by segments where the attn_implementation is "sdpa" or "prefix_tree", the model can run them, and it is
-        on a CPU: for GPUs segments are many small calls.
+        on a CPU: on GPUs segments are many small calls.
 
-    A whole model that is pickled after this runs in a process that has called `register()` of backends/segments.py, or
-    after `model.set_attn_implementation("sdpa")`.
+    To run a model that was pickled after this call, first call `segments.register()` in the new process, or
+    `model.set_attn_implementation("sdpa")`.
 
-    Raises: AttentionRouteError for a model that cannot be folded, for attention routes other than "sdpa", "eager",
-        "prefix_tree" and, on a GPU, "flex_attention", and for the backend "prefix_tree" where the model cannot run
-        segments, with the reason.
+    Raises: AttentionRouteError (E802), with the reason, for a model that cannot be folded; for attention routes other
+        than "sdpa", "eager", "prefix_tree" and, on a GPU, "flex_attention"; and for backend="prefix_tree" where the
+        model cannot run segments. TreeError (E801) for another backend.
     """
     if backend not in get_args(Backend):
         raise TreeError(f"backend is {backend!r}; expected one of {', '.join(get_args(Backend))}")
@@ -116,7 +116,7 @@ def model_inputs(forest: PrefixForest, model: nn.Module, *, backend: Backend = "
 
 @dataclass(frozen=True)
 class HfForward:
-    """What `hf_forward` returns: a function of ids [1, T], positions [1, T] and mask bool [1, 1, T, T]."""
+    """A model of transformers as a function of ids, positions and mask; see `hf_forward`."""
 
     model: nn.Module
 
@@ -147,13 +147,13 @@ class HfForward:
 
 
 def hf_forward(model: nn.Module) -> HfForward:
-    """Return a transformers model as a function of ids [1, T], positions [1, T] and mask bool [1, 1, T, T].
+    """Return a model of transformers as a function of ids [1, T], positions [1, T] and mask bool [1, 1, T, T].
 
-    It returns logits [1, T, V] and has the model as `.model`. The mask is converted to the form that the model takes,
-    its sliding windows included: to segments, if the model is set to "prefix_tree" and the mask is that of a forest.
-    A plain sample (causal mask, positions from 0) is run by its ids alone, so that `verify_fold` compares a fold
-    with the model itself, and not with the rules of this module. The function raises AttentionRouteError where
-    `model_inputs` does, and for arguments of another form.
+    The function returns logits [1, T, V]; `.model` is the model. It converts the mask to the form that the model takes,
+    sliding windows included: to segments if the model is set to "prefix_tree" and the mask is a forest. It runs a plain
+    sample (causal mask, positions from 0) by its ids alone, so that `verify_fold` compares a fold with the model itself
+    and not with the rules of this module. It raises AttentionRouteError (E802) where `model_inputs` does, and for
+    arguments of another form.
     """
     return HfForward(model)
 
@@ -162,10 +162,10 @@ def hf_forward(model: nn.Module) -> HfForward:
 
 
 def check_model_inputs(forest: PrefixForest, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Raise AttentionRouteError unless model(**inputs) gives the forest's tokens the values that they have in samples.
+    """Raise AttentionRouteError (E802) unless model(**inputs) gives each token the values that it has in its samples.
 
-    inputs: the arguments of one forward pass by name: equal to what `model_inputs` returns, or with `inputs_embeds`
-    [1, T, H] for `input_ids`, or with further arguments that do not act between tokens.
+    inputs: the arguments of one forward pass by name: equal to the result of `model_inputs`, or with `inputs_embeds`
+    [1, T, H] in place of `input_ids`, or with further arguments that do not act between tokens.
     """
     traits = architecture_of(forest, model)
     refuse_other_routes(traits.implementation)
@@ -191,7 +191,7 @@ def check_model_inputs(forest: PrefixForest, model: nn.Module, inputs: Mapping[s
 
 
 def _by_segments(traits: Architecture, forest: PrefixForest, inputs: Mapping[str, Any]) -> bool:
-    """Return whether these inputs have the forest's segments for a mask. Raises: AttentionRouteError for others."""
+    """Return whether the mask of these inputs is the forest's segments. Raises for segments of another tree."""
     try:
         given = segments_of(inputs)
     except ValueError as error:
@@ -270,16 +270,17 @@ def _check_mask(name: str, mask: Any, forest: PrefixForest, window: int | None, 
 
 @contextmanager
 def guard(forest: PrefixForest, model: nn.Module) -> Iterator[None]:
-    """Check each forward of `model` in the block by `check_model_inputs` before it runs, and raise as that does.
+    """Check each forward of `model` in the block by `check_model_inputs`, before it runs.
 
-    A call of the body alone (`model.base_model`, such as `model.model` of a Llama) is checked too. For a wrapped model
-    (torch.compile, DataParallel, PEFT) the arguments of the model inside are checked; if an earlier compiled graph
-    skips its hooks, the arguments of the wrapper are checked after the call.
+    Checks a call of the body alone too (`model.base_model`, such as `model.model` of a Llama). In a wrapped model
+    (torch.compile, DataParallel, PEFT) it checks the arguments of the model inside; if an earlier compiled graph skips
+    its hooks, it checks the arguments of the wrapper after the call.
 
-    Where a wrapper reduces gradients over ranks (DistributedDataParallel, FSDP), a call of the model or body inside it
-    is refused while gradients are on: they would not be reduced. `body_forward` calls the wrapper.
+    Where a wrapper reduces gradients over ranks (DistributedDataParallel, FSDP), the guard refuses a call of the model
+    or body inside while gradients are on: they would not be reduced. `body_forward` calls the wrapper.
 
-    Raises: AttentionRouteError at once for a model compiled in place by model.compile(), which may skip hooks.
+    Raises: AttentionRouteError (E802) in the block for wrong arguments; at once for a model compiled in place by
+        model.compile(), which may skip hooks.
     """
     inner = unwrapped(model)
     body = getattr(inner, "base_model", None)
@@ -326,10 +327,7 @@ def guard(forest: PrefixForest, model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _reducing(model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
-    """Yield a function that raises if a module is called past the wrapper that would reduce its gradients over ranks.
-
-    Raises: AttentionRouteError, by the function.
-    """
+    """Yield a function that raises if a module is called past the wrapper that would reduce its gradients."""
     chain = wrappers(model)
     last = next((place for place, module in enumerate(chain) if _reduces(module)), None)
     inside: list[nn.Module] = []

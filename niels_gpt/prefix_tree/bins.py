@@ -1,16 +1,16 @@
-"""Bins: groups of samples as forests under a token budget, for the micro-batches of a step and for several ranks.
+"""Bins: groups of samples under a token budget, for the micro-batches of a step and for several ranks.
 
     bins = pack(groups, max_tokens=16_384, ranks=4)        # the same on all ranks
     for each in bins[rank::4]:                             # as many bins on each rank, of about equal work
         loss = summed_loss(each.forest) / sum(one.loss_tokens for one in bins)
-        loss.backward()                                    # gradients add up to those of all samples in one row
+        loss.backward()                                    # the sum over bins is the gradient of all samples in one row
 
-A group stays in one bin where it fits. A larger one is cut in depth-first order, so that a piece shares as much as it
-can; each sample is in one bin, and what the pieces share is computed once for each of them. Nothing is drawn: equal
-input gives equal bins.
+A bin is a set of samples, and its forest is one row. A group stays in one bin where it fits. A larger group is cut in
+depth-first order, so that a piece shares as much as it can; each piece computes the shared tokens once. Each sample is
+in one bin. Nothing is drawn: equal input gives equal bins.
 
-`plan_bins` decides on integers alone: the length of each sample, and the tokens that it shares with the one before it
-in depth-first order. They give tokens and attention pairs of any selection of samples without its forest.
+`plan_bins` decides on integers alone: the length of each sample, and the tokens that it shares with its predecessor in
+depth-first order. They give tokens and attention pairs of any selection of samples without its forest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SampleSizes(NamedTuple):
     """The samples of groups in the depth-first order of their trees, one group after another."""
 
     lengths: Ints  # [S] tokens of each sample, at least 1
-    shared: Ints  # [S] tokens that it shares with the sample before it; 0 for the first of a group
+    shared: Ints  # [S] tokens that a sample shares with the sample before it; 0 for the first of a group
     group_offsets: Ints  # [G + 1] where a group begins
 
     @classmethod
@@ -52,13 +52,14 @@ class SampleSizes(NamedTuple):
 
 
 def _depth_first(forest: PrefixForest) -> tuple[Ints, Ints, Ints]:
-    """Return the samples in depth-first order, their lengths, and the tokens each shares with the one before."""
+    """Return the samples in depth-first order, their lengths, and the tokens that each shares with its predecessor."""
     ends = forest.sample_ends.numpy(force=True)
     order = ends.argsort(kind="stable")  # nodes are in pre-order, so a sample comes before those that continue it
     lengths, nodes = forest.sample_lengths.numpy(force=True)[order], ends[order]
     above = forest.position_ids.numpy(force=True)[forest.node_starts.numpy(force=True)]  # tokens above each node
     shared = np.zeros(len(order), dtype=np.int64)
-    # Of the nodes between two ends, the one that begins highest hangs on the last node that both samples have.
+    # Two samples share all tokens above the node that begins highest between their ends: it hangs on the last node that
+    # both have.
     if len(order) > 1:
         between = _least_between(above, nodes)
         shared[1:] = np.where(nodes[1:] == nodes[:-1], lengths[1:], between)
@@ -66,7 +67,10 @@ def _depth_first(forest: PrefixForest) -> tuple[Ints, Ints, Ints]:
 
 
 def _least_between(values: Ints, places: Ints) -> Ints:
-    """Return the least value after each place up to the next one, [places - 1]; undefined between equal places."""
+    """Return the least of the values from behind each place to the next place: [places - 1].
+
+    Undefined between equal places.
+    """
     bounds = np.stack([places[:-1] + 1, places[1:] + 1], 1).ravel()
     least: Ints = np.minimum.reduceat(np.append(values, 0), bounds)[::2]
     return least
@@ -113,7 +117,7 @@ class BinPlan:
 
     @property
     def round_imbalance(self) -> float:
-        """Return the same where ranks wait for each other after every bin: the largest bins of all rounds, summed."""
+        """Return the imbalance where ranks wait for each other after each bin: the largest bin of each round counts."""
         rounds = [self.work[first : first + self.ranks] for first in range(0, len(self.bins), self.ranks)]
         return sum(map(max, rounds)) * self.ranks / sum(self.work)
 
@@ -130,20 +134,22 @@ def plan_bins(
     """Decide which samples are folded together, from their sizes alone.
 
     Args:
-        sizes: of the samples.
+        sizes: lengths and shared tokens of the samples.
         max_tokens: the most tokens of a bin after folding.
-        ranks: processes that share the bins. Each gets the same number of them; where groups are too few for that,
-            the largest are cut.
-        oversize: of a sample with more than max_tokens: "error", or "own_bin", where the bin exceeds the budget.
-        shape: of the model, for the work of a bin. Its head is not counted: sizes do not tell which rows have a loss.
-        names: of the samples, for errors. Default: their indices.
+        ranks: processes that share the bins. Each gets the same number; the largest groups are cut if there are too
+            few.
+        oversize: for a sample of more than max_tokens: "error", or "own_bin", a bin that exceeds the budget.
+        shape: sizes of the model, for the work of a bin. Its head is not counted: `sizes` do not say which rows have a
+            loss.
+        names: [S], the samples in errors. Default: their indices.
 
     With one rank the largest group comes first and goes into the fullest bin that has room (best fit decreasing).
     With more, the number of bins is fixed and each group goes into the bin with the least work that has room.
 
     Raises:
-        ValueError: a sample is larger than the budget, there are fewer samples than ranks, or an argument is wrong.
-        TypeError: max_tokens or ranks is not a whole number.
+        TreeError (E801): a sample is larger than the budget, there are fewer samples than ranks, or an argument is out
+            of range.
+        TreeTypeError (E801): max_tokens or ranks is not a whole number.
     """
     for name, number in (("max_tokens", max_tokens), ("ranks", ranks)):
         if not isinstance(number, int | np.integer):
@@ -202,14 +208,14 @@ class _Measure:
         self.pairs = np.concatenate([[0], np.cumsum(_triangle(lengths) - _triangle(shared))])
 
     def item(self, begin: int, end: int) -> _Item:
-        """Return a run of samples of one group; the first of them stores all of its tokens."""
+        """Return a run of samples of one group. The first one adds all of its tokens, also shared ones."""
         above = int(self.sizes.shared[begin])
         tokens = int(self.tokens[end] - self.tokens[begin]) + above
         pairs = int(self.pairs[end] - self.pairs[begin]) + above * (above + 1) // 2
         return _Item(self.shape.training_flops(tokens, pairs), begin, end, tokens)
 
     def items(self, max_tokens: int) -> list[_Item]:
-        """Return each group, those above the budget in as few runs as possible."""
+        """Return each group as one run; a group above the budget as few runs as possible."""
         items: list[_Item] = []
         for begin, end in pairwise(self.sizes.group_offsets.tolist()):
             at = begin
@@ -221,7 +227,7 @@ class _Measure:
         return items
 
     def halves(self, item: _Item) -> list[_Item]:
-        """Return two runs of about the same number of tokens."""
+        """Cut a run into two of about the same number of tokens."""
         begin, end = item.begin, item.end
         first = self.tokens[begin + 1 : end] - self.tokens[begin] + self.sizes.shared[begin]
         second = self.tokens[end] - self.tokens[begin + 1 : end] + self.sizes.shared[begin + 1 : end]
@@ -229,11 +235,12 @@ class _Measure:
         return [self.item(item.begin, at), self.item(at, item.end)]
 
     def marginal(self, bins: list[Ints]) -> tuple[list[Ints], list[int]]:
-        """Return for each bin the tokens that each of its samples adds to those before it, and the pairs of all."""
+        """Return for each bin the tokens that each sample adds to its predecessors, and the pairs of the bin."""
         samples, ends = np.concatenate(bins), np.cumsum([len(each) for each in bins])
         lengths = self.sizes.lengths[samples]
         shared = np.zeros(len(samples), dtype=np.int64)
-        if len(samples) > 1:  # over a gap, what both ends share is the least of what neighbours share; 0 over groups
+        # Over a gap two samples share the least that neighbours share between them; 0 between groups.
+        if len(samples) > 1:
             shared[1:] = _least_between(self.sizes.shared, samples)
             shared[ends[:-1]] = 0
         pairs = np.add.reduceat(_triangle(lengths) - _triangle(shared), np.append(0, ends[:-1]))
@@ -260,7 +267,11 @@ def _best_fit(items: Iterable[_Item], max_tokens: int) -> list[list[_Item]]:
 
 
 def _over_ranks(measure: _Measure, items: list[_Item], least: int, max_tokens: int, ranks: int) -> list[list[_Item]]:
-    """Return a multiple of `ranks` bins, at least `least`: round by round, with as equal work as can be had."""
+    """Return bins round by round, of about equal work; their number is a multiple of `ranks`, at least `least`.
+
+    Tries a number of bins; if the greedy filling finds no room, a hundredth more. Cuts the group with the most work
+    while there are fewer runs than bins.
+    """
     count = -(-least // ranks) * ranks
     whole = [item for item in items if item.end - item.begin == 1]
     cuttable = [(-item.work, item.begin, item) for item in items if item.end - item.begin > 1]
@@ -280,14 +291,15 @@ def _over_ranks(measure: _Measure, items: list[_Item], least: int, max_tokens: i
         bins = _least_work([*whole, *(item for *_, item in cuttable)], count, max_tokens)
         if bins is not None:
             return _dealt(bins, ranks)
-        count += -(-count // (100 * ranks)) * ranks  # by a hundredth
+        count += -(-count // (100 * ranks)) * ranks
 
 
 def _least_work(items: list[_Item], count: int, max_tokens: int) -> list[list[_Item]] | None:
-    """Put items into the bin with the least work; where it has no room, into the emptiest. None: no bin has room."""
+    """Put items into the bin with the least work; if it has no room, into the emptiest. None: no bin has room."""
     bins: list[list[_Item]] = [[] for _ in range(count)]
     work, tokens = [0] * count, [0] * count
-    lightest, emptiest = ([(0, number) for number in range(count)] for _ in range(2))  # heaps; old entries are skipped
+    # Heaps with lazy deletion: a bin that grows gets a new entry, and `_first` skips its old ones.
+    lightest, emptiest = ([(0, number) for number in range(count)] for _ in range(2))
     for item in sorted(items, key=lambda item: (-item.work, item.begin)):
         number = _first(lightest, work)
         if tokens[number] and tokens[number] + item.tokens > max_tokens:
@@ -303,7 +315,7 @@ def _least_work(items: list[_Item], count: int, max_tokens: int) -> list[list[_I
 
 
 def _first(waiting: list[tuple[int, int]], now: list[int]) -> int:
-    """Return the bin with the least of something, from a heap that may hold entries from before a bin grew."""
+    """Return the bin with the least amount, now[number], from a heap that may hold outdated entries."""
     while waiting[0][0] != now[waiting[0][1]]:
         heapq.heappop(waiting)
     return waiting[0][1]
@@ -329,18 +341,18 @@ def _dealt(bins: list[list[_Item]], ranks: int) -> list[list[_Item]]:
 
 @dataclass(frozen=True, eq=False)
 class Bin:
-    """Samples that are folded into one row. Its forest is made where it is first asked for."""
+    """Samples that are folded into one row. The forest is made at its first use."""
 
     samples: Tensor
     """int64 [S], the number of each sample of `forest`, counted over all groups; groups in their order."""
     marginal_tokens: Tensor
-    """int64 [S], the tokens that each of them adds to the row: shared ones count for the first in depth-first order."""
+    """int64 [S], the tokens that each sample adds to the row; shared ones count for the first in depth-first order."""
     pairs: int
     """Attention pairs."""
     loss_tokens: int
-    """Targets that a row predicts. Divide a sum over bins by their sum over all bins of the step, of all ranks."""
+    """Targets that a row predicts. Divide a summed loss by the sum of loss_tokens of the step, over all ranks' bins."""
     parts: Sequence[tuple[PrefixForest, Tensor]]
-    """The groups that samples come from, and the samples of each."""
+    """The group of each part of the row, and the samples of that group."""
 
     @property
     def tokens(self) -> int:
@@ -369,14 +381,15 @@ def pack(
     Args:
         samples: forests, each of them a group; or sequences of ids, as in PrefixForest.from_sequences.
         max_tokens: the most tokens of a row.
-        groups: of sequences, the group of each, such as the id of its prompt: a list, array or tensor. Samples of
+        groups: for sequences: a list, array or tensor with the group of each, such as the id of its prompt. Samples of
             different groups share nothing. Default: one group.
-        loss_mask, prompt_lengths: of sequences, as in PrefixForest.from_sequences.
+        loss_mask, prompt_lengths: for sequences, as in PrefixForest.from_sequences.
         ranks, oversize, shape: as in `plan_bins`.
 
     Raises:
-        ValueError, TypeError: as in `plan_bins` and PrefixForest.from_sequences; or an argument for sequences beside
-            forests.
+        TreeError (E801): a sample is larger than the budget, there are fewer samples than ranks, arguments do not fit
+            each other, or an argument for sequences comes with forests.
+        TreeTypeError (E801): an id is no integer, or max_tokens or ranks is no whole number.
     """
     forests, numbers = _grouped(samples, groups, loss_mask, prompt_lengths)
     sizes, order = SampleSizes.of(forests)
@@ -404,7 +417,7 @@ def _grouped(
     loss_mask: Sequence[Any] | None,
     prompt_lengths: Sequence[int] | None,
 ) -> tuple[list[PrefixForest], Ints]:
-    """Return a forest for each group, and the caller's number of each sample of them."""
+    """Return a forest for each group, and the caller's number of each of their samples."""
     samples = list(samples)
     if samples and all(isinstance(each, PrefixForest) for each in samples):
         if not groups is loss_mask is prompt_lengths is None:
@@ -433,7 +446,7 @@ def _grouped(
 
 
 def _plain(values: Iterable[Any]) -> list[Any]:
-    """Return values without tensors, which as keys are equal to nothing but themselves."""
+    """Return values without tensors: as keys, tensors equal nothing but themselves."""
     values = values.tolist() if isinstance(values, Tensor | np.ndarray) else values
     return [value.tolist() if isinstance(value, Tensor) else value for value in values]
 

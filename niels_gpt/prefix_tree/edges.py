@@ -1,11 +1,11 @@
-"""LossEdges: supervision of a folded row as (row, target) pairs, so that no target is lost at a branch point.
+"""LossEdges: the supervision of a folded row as (row, target) pairs, so that no target is lost at a branch point.
 
     row        0  1  2  3  4  5  6      the last row of the prompt predicts the first token of every completion:
     input_ids  1  2 10 11 20 21 22      edges (1, 10) (1, 20) (2, 11) (4, 21) (5, 22)
 
 One label per row could hold only one of them, and `fold_shared_prefix_rollouts` leaves both out. An edge that several
 samples share is one row of logits and one log-prob, weighted by the samples that use it. A loss that is not linear in
-log-probs takes them per sample, from `sample_logprobs`; autograd sums their gradients.
+log-probs, such as a clipped ratio, takes them per sample from `sample_logprobs`; autograd sums their gradients.
 
 Values per sample and token (advantages, old log-probs, masks) are never stored per row: two samples may have different
 values for one edge. `LossEdges.field` puts them into the order of `sample_edge`.
@@ -59,7 +59,7 @@ class LossEdges:
                 takes, for a loss that is linear in log-probs.
 
         Raises:
-            ValueError: another weighting.
+            TreeError (E801): another weighting, or weights that do not fit.
         """
         rows, offsets, ids = (
             x.numpy(force=True) for x in (forest.sample_rows, forest.sample_offsets, forest.input_ids)
@@ -72,6 +72,8 @@ class LossEdges:
         tokens = rows.take(sample_token)
         is_target = np.zeros(len(ids), dtype=np.bool_)
         is_target[tokens] = True
+        # A flat token is one edge, from the row above it, whatever samples use it. Edges are ordered by row, so that
+        # `edge_logprobs` takes the logits of a row once; a stable sort keeps the children of a branch in their order.
         targets = np.flatnonzero(is_target)
         above = forest.rows_above.numpy(force=True)
         targets = targets[above[targets].argsort(kind="stable")]
@@ -90,7 +92,7 @@ class LossEdges:
             unpredictable=int(at_start.sum()),
             weighting=weighting if isinstance(weighting, str) else "given",
         ).to(forest.input_ids.device)
-        if edges.weighting == "per_sample":  # equals the lines below, in a third of the time
+        if edges.weighting == "per_sample":  # the result of the lines below in a third of the time
             return replace(edges, weight=edges.sample_edge.bincount(minlength=edges.num_edges).double())
         weights = edges.token_weights(weighting)
         return replace(edges, weight=edges.weight.index_add(0, edges.sample_edge, weights))
@@ -143,18 +145,18 @@ class LossEdges:
 
         Args:
             values: numbers in one axis, sample by sample; or a list of S rows; or one tensor of rows [S, W], padded on
-                the right to any width. Python's floats become float64, which they are; tensors and arrays keep their
-                dtype. `.to(logp)` brings the result to the dtype of log-probs.
-            per: what each value belongs to. "sample": a sample, such as a group-normalised advantage. "token": a token
-                of a sample. "completion": a token of a completion, target or not; needs a forest of
-                `from_rollout_group`, or of `from_sequences` with `prompt_lengths`. "target": a supervised token, as in
-                `sample_logprobs`. Default: inferred from the sizes, which those of a padded tensor do not allow. Sizes
-                that differ in one batch may be equal in another, where inferring is refused: a loss should give it.
+                the right to any width. Python's floats become float64; tensors and arrays keep their dtype. `.to(logp)`
+                brings the result to the dtype of log-probs.
+            per: each value belongs to: "sample": a sample, such as a group-normalised advantage. "token": a token of a
+                sample. "completion": a token of a completion, target or not; needs a forest of `from_rollout_group`, or
+                of `from_sequences` with `prompt_lengths`. "target": a supervised token, as in `sample_logprobs`.
+                Default: inferred from the sizes, but not of a padded tensor. Sizes that differ in one batch may be
+                equal in another, where inferring is refused: a loss should pass `per`.
 
         Raises:
-            ValueError: the sizes fit none of these, or several that differ; per="completion" of a forest that does not
-                know where completions begin.
-            TypeError: values is a mapping or text, or holds something other than numbers.
+            TreeError (E801): the sizes fit none of these, or several that differ; per="completion" with a forest that
+                does not know where completions begin.
+            TreeTypeError (E801): values is a mapping or text, or holds something other than numbers.
         """
         if per is not None and per not in PER:
             raise TreeError(f"per is {per!r}; expected one of {', '.join(PER)}")
@@ -208,18 +210,18 @@ def edge_logprobs(
     """Return the log-prob of each edge's target at its row: [E], float32, or float64 for float64 logits.
 
     Args:
-        hidden_or_logits: [T, D] or [1, T, D]: logits, or what `lm_head` turns into logits.
-        lm_head: applied once to each row that has an edge. `body_forward` of niels_gpt.prefix_tree.heads returns it
-            with the hidden states.
+        hidden_or_logits: [T, D] or [1, T, D]: logits, or hidden states for `lm_head`.
+        lm_head: from hidden states [rows, D] to logits [rows, V]. Runs once on each row that has an edge.
+            `body_forward` of niels_gpt.prefix_tree.heads returns it with the hidden states.
         temperature: divides the logits.
         chunk: with an lm_head, how many rows have their logits in memory at a time. The backward pass recomputes each
             chunk.
-        entropies: return (log-probs [E], entropies [E]): beside each log-prob the entropy in nats of the distribution
-            that its target was drawn from, at the same temperature, of the same dtype and with its gradient. A logit
-            of -inf counts 0. Edges of one row have equal entropies, and `sample_logprobs` gives them by token.
+        entropies: return (log-probs [E], entropies [E]). An entropy, in nats, is of the distribution that predicts the
+            target, at the same temperature, of the same dtype and with its gradient. A logit of -inf counts 0. Edges of
+            one row have equal entropies, and `sample_logprobs` gives them by token.
 
     Raises:
-        ValueError: T is not that of the forest, chunk is below 1, or temperature is not a number above 0.
+        TreeError (E801): T differs from the forest's, chunk is below 1, or temperature is not a number above 0.
     """
     if chunk < 1 or not 0 < temperature < math.inf:
         raise TreeError(f"chunk is {chunk} and temperature {temperature}; expected 1 or more, and a number above 0")
@@ -263,10 +265,10 @@ def sample_logprobs(edge_logp: Tensor, edges: LossEdges, *, pad: float | None = 
     """Return the log-prob of each supervised token by sample: [M], or [S, most targets] padded with `pad`.
 
     Args:
-        edge_logp: [E], of `edge_logprobs`, or any other value per edge, such as its entropies.
+        edge_logp: [E], from `edge_logprobs`, or any other value per edge, such as its entropies.
 
     Raises:
-        ValueError: another shape.
+        TreeError (E801): another shape.
     """
     if edge_logp.shape != (edges.num_edges,):
         raise TreeError(f"edge_logp has shape {list(edge_logp.shape)}; expected [{edges.num_edges}], of edge_logprobs")
@@ -283,18 +285,18 @@ def folded_cross_entropy(
     temperature: float = 1.0,
     chunk: int = 1024,
 ) -> Tensor:
-    """Return sum(weight * -logp) / normalizer, a scalar: what the samples, not folded, give under the same weights.
+    """Return sum(weight * -logp) / normalizer, a scalar: the loss of the unfolded samples under the same weights.
 
     Args:
-        normalizer: default: the sum of weights, which is the mean over supervised tokens for "per_sample", over samples
-            for "sample_mean", and over edges for "unique". Where a batch has several rows or ranks, pass the total of
-            all of them (and undo any averaging over ranks). Required for given weights, such as advantages: their sum
-            may be 0.
+        normalizer: default: the sum of weights, which gives the mean over supervised tokens for "per_sample", over
+            samples for "sample_mean", and over edges for "unique". Where a batch has several rows or ranks, pass the
+            total of all of them (and undo any averaging over ranks). Required for given weights, such as advantages:
+            their sum may be 0.
 
-    The other arguments are those of `edge_logprobs`.
+    Takes the other arguments of `edge_logprobs`.
 
     Raises:
-        ValueError: no normalizer for given weights, or for a row without a supervised token. With one, such a row
+        TreeError (E801): no normalizer for given weights, or for a row without a supervised token. With one, such a row
             gives 0 and zero gradients, as a rank without targets needs.
     """
     if normalizer is None and edges.weighting == "given":
@@ -309,8 +311,8 @@ def folded_cross_entropy(
 def unfold(x: Tensor, forest: PrefixForest, *, pad: float | None = None) -> Tensor:
     """Return the values of a folded row for every token of every sample, differentiable.
 
-    The value of a token follows from the sample up to and including it. For the values at the rows that predict the
-    tokens, such as a critic's beside log-probs, use `at_predictions`.
+    A token gets the value at its own row, made from the sample up to and including it. For values at the rows that
+    predict the tokens, such as a critic's beside log-probs, use `at_predictions`.
 
     Args:
         x: [T, ...] or [1, T, ...], such as hidden states, logits, or values of a critic.

@@ -1,7 +1,7 @@
 """Ragged fields: values per sample, or per sample and token, in the order of the supervised tokens.
 
-`LossEdges.field` is the public form. A field is one axis of values, sample by sample; or a list of rows; or one padded
-tensor. What a value belongs to is its form, by the names of PER.
+`LossEdges.field` is the public call. A field is one axis of values, sample by sample; or a list of rows; or one padded
+tensor. Its form, one of PER, says whether a value belongs to a sample, a token, a token of a completion, or a target.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from niels_gpt.storage.errors import TreeError, TreeTypeError
 
 PER = ("sample", "token", "completion", "target")
 
-# How many values a row of a field has by sample [S], and the index of each supervised token in all rows [M].
+# A form: the values of each sample [S], and the index of each supervised token among the values of all samples [M].
 Form = tuple[Tensor, Tensor]
 
 
@@ -42,12 +42,12 @@ def right_padded(ragged: Tensor, offsets: Tensor, pad: float) -> Tensor:
 def forms_of(
     token_offsets: Tensor, target_offsets: Tensor, tokens: Tensor, starts: Tensor, sample: Tensor
 ) -> dict[str, Form]:
-    """Return the forms, by the names of PER, in which a field of S samples may be given.
+    """Return the possible forms of a field of S samples, by the names of PER.
 
     Args:
         token_offsets, target_offsets: int64 [S + 1], where a sample begins among all tokens, and among targets.
         tokens: int64 [M], the index of each target among all tokens.
-        starts: int64 [S], tokens of a sample before its completion; -1 where it is not known.
+        starts: int64 [S], tokens of a sample before its completion; -1: not known.
         sample: int64 [M], the sample of each target.
     """
     lengths = token_offsets.diff()
@@ -71,10 +71,11 @@ def by_target(values: Any, sample: Tensor, forms: Mapping[str, Form]) -> Tensor:
     Args:
         values: as in `LossEdges.field`.
         sample: int64 [M], the sample of each supervised token.
-        forms: the forms that the values may have; not empty.
+        forms: the possible forms of the values; not empty.
 
     Raises:
-        ValueError, TypeError: as in `LossEdges.field`.
+        TreeError (E801): the sizes fit no form, or several that differ.
+        TreeTypeError (E801): a mapping, a text, or values that are no numbers.
     """
     if not isinstance(values, Tensor | np.ndarray):
         values = _listed(values)
@@ -103,7 +104,7 @@ def _listed(values: Any) -> Tensor | list[Tensor]:
 
 
 def _tensor(values: Any) -> Tensor:
-    """Return values as a tensor. A list's floats keep float64, which Python has; a tensor's or array's dtype stays."""
+    """Return values as a tensor. Python's floats become float64; tensors and arrays keep their dtype."""
     if isinstance(values, Tensor | np.ndarray):
         return torch.as_tensor(values)
     if isinstance(values, list | tuple) and values and all(isinstance(value, Tensor) for value in values):

@@ -10,7 +10,7 @@
 
 This is the layout of verl's RFC 6401 and Automodel's issue 2385 for one device (cp=1: no context parallelism). A row
 holds one group; every completion sees the whole prompt and, causally, itself. The batch carries the structure as
-`prefix_tree`; the attention backend pops it and builds the mask (`AttnMaskSpec.prefix_tree` in attention.py).
+`prefix_tree`; the attention backend pops it and builds the mask (`AttnMaskSpec.prefix_tree` in masks.py).
 
 The branch point: the last token of the prompt is stored once and has at most one label, but the completions continue
 with different tokens. So it has no label in this layout, and the first token of each completion is not trained on. That
@@ -67,8 +67,8 @@ def fold_shared_prefix_rollouts(
     Returns the layout; the input is not changed. The first token of each completion has no label, see above.
 
     Raises:
-        ValueError: there is no completion, or one is empty.
-        TypeError: something is not a sequence of integers; floats and bools are refused.
+        TreeError (a ValueError, E801): there is no completion, or one is empty.
+        TreeTypeError (a TypeError, E801): something is not a sequence of integers; floats and bools are refused.
     """
     if len(completions) == 0:
         raise TreeError("completions must be non-empty (need at least one rollout).")
@@ -129,9 +129,10 @@ def prefix_tree_collate_fn(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     gets the other three without a mask computes wrong values without an error.
 
     Raises:
-        ValueError: not exactly one group: the mask belongs to one. `PrefixForest.joined` puts several into a row.
+        TreeError (a ValueError, E801): not exactly one group, as the mask belongs to one (`PrefixForest.joined` puts
+            several into a row); no completion, or an empty one.
+        TreeTypeError (a TypeError, E801): something is not a sequence of integers.
         KeyError: a key is missing.
-        ValueError, TypeError: as `fold_shared_prefix_rollouts`.
     """
     if len(batch) != 1:
         raise TreeError(f"prefix_tree_collate_fn supports local_batch_size=1 only, got {len(batch)} groups.")

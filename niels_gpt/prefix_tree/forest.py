@@ -36,15 +36,15 @@ MAX_SAMPLE_TOKENS = 2**26
 class ModelShape:
     """The sizes of a decoder that decide the cost of a token and of an attention pair."""
 
-    parameters: int  # those that every token is multiplied with
+    parameters: int  # every token is multiplied with them
     layers: int
     d_model: int
-    head_parameters: int = 0  # those that only rows with a loss are multiplied with, apart from `parameters`
+    head_parameters: int = 0  # beside `parameters`: only rows with a loss are multiplied with them
 
     def training_flops(self, tokens: int, pairs: int, head_rows: int = 0) -> int:
         """Return the FLOPs of forward and backward, 3 * (2 * products + 4 * d_model * layers * pairs).
 
-        products: parameters * tokens + head_parameters * head_rows, where head_rows are those with a loss.
+        products: parameters * tokens + head_parameters * head_rows. head_rows: rows with a loss.
         """
         products = self.parameters * tokens + self.head_parameters * head_rows
         return 3 * (2 * products + 4 * self.d_model * self.layers * pairs)
@@ -55,7 +55,7 @@ SHAPE_7B = ModelShape(**MODEL_7B)
 
 @dataclass(frozen=True)
 class ForestStats:
-    """Counts of one forest, or of several added up. `before`: each sample in its own row; `after`: folded.
+    """Counts of one forest, or sums over several. `before`: each sample in its own row; `after`: folded.
 
     An attention pair is a query and a key that it sees. Padding is not counted.
     """
@@ -82,12 +82,12 @@ class ForestStats:
 
     @property
     def pair_ratio(self) -> float:
-        """Return attention pairs after folding over those before."""
+        """Return attention pairs after folding over pairs before."""
         return self.pairs_after / self.pairs_before
 
     @property
     def flop_ratio(self) -> float:
-        """Return FLOPs after folding over those before. Raises: ValueError for counts without a ModelShape."""
+        """Return FLOPs after folding over FLOPs before. Raises: TreeError (E801) without a ModelShape."""
         if self.flops_before is None or self.flops_after is None:
             raise TreeError("FLOPs need a shape: forest.stats(ModelShape(parameters=..., layers=..., d_model=...))")
         return self.flops_after / self.flops_before
@@ -141,9 +141,13 @@ class PrefixForest:
                 token of a completion need not be a target. Only `LossEdges.field(per="completion")` needs them.
 
         Raises:
-            ValueError: there is no sequence, one is empty, an id is negative, a mask does not fit, or a prompt is
-                longer than its sequence.
-            TypeError: something is not an integer.
+            TreeError (a ValueError, E801): there is no sequence, one is empty, an id is below 0 or above 2**31 - 1, a
+                mask does not fit, or a prompt is longer than its sequence.
+            TreeTypeError (a TypeError, E801): an id, or a length of a prompt, is no integer.
+
+        >>> forest = PrefixForest.from_sequences([[1, 2, 10, 11], [1, 2, 20, 21, 22]])
+        >>> forest.input_ids.tolist(), forest.subtree_end.tolist()
+        ([1, 2, 10, 11, 20, 21, 22], [7, 7, 4, 4, 7, 7, 7])
         """
         ids, offsets = concatenated(sequences, "sequence")
         tree, lengths = radix.radix_tree(ids, offsets), np.diff(offsets)
@@ -157,15 +161,16 @@ class PrefixForest:
         """Fold one prompt and its completions.
 
         Args:
-            prompt_ids: as a sequence of `from_sequences`; may be empty: then no row predicts the first token of a
+            prompt_ids: a list, tuple, integer array or tensor; may be empty: then no row predicts the first token of a
                 completion.
-            completions: as sequences. Unlike in `fold_shared_prefix_rollouts`, those with equal first tokens share
-                them.
+            completions: such sequences, none empty. Unlike in `fold_shared_prefix_rollouts`, completions share equal
+                first tokens.
             completion_mask: 0 and 1 for each token of each completion: which ones are targets. Mask out the output of
                 tools, for example. Default: all.
 
         Raises:
-            ValueError, TypeError: as `from_sequences`.
+            TreeError (E801): there is no completion, one is empty, an id is out of range, or a mask does not fit.
+            TreeTypeError (E801): an id is no integer.
         """
         pieces, bounds = concatenated([prompt_ids, *completions], "completion", first="the prompt")
         prompt, *rest = np.split(pieces, bounds[1:-1])
@@ -187,7 +192,7 @@ class PrefixForest:
         *,
         loss_nodes: Iterable[int] | None = None,
     ) -> PrefixForest:
-        """Take a tree as it is, such as that of a `FoldedRollouts`: nodes with equal first tokens are not merged.
+        """Take a given tree, such as a `FoldedRollouts` has: nodes with equal first tokens are not merged.
 
         Args:
             node_lengths: [N] tokens of each node, in the order of `input_ids`; may be 0.
@@ -198,8 +203,8 @@ class PrefixForest:
         Nodes are reordered into pre-order; siblings keep the order of their numbers.
 
         Raises:
-            ValueError: a path is empty or names no node, a node has two parents or is on no path, or the ids do not
-                fit the lengths.
+            TreeError (E801): a path is empty or names no node, a node has two parents or is on no path, or the ids do
+                not fit the lengths.
         """
         sizes = _numbers(node_lengths, "node_lengths")
         chosen = [_numbers(path, "a path") for path in sample_paths]
@@ -236,7 +241,7 @@ class PrefixForest:
         with that message, for ranks or rewards by sample.
 
         Raises:
-            ValueError: no message of the tree has a target, or ids and mask of a message differ in length.
+            TreeError (E801): no message of the tree has a target, or ids and mask of a message differ in length.
         """
         samples = list(threads(tree, encode, Counter() if counters is None else counters))
         if not samples:
@@ -269,7 +274,7 @@ class PrefixForest:
     def subset(self, samples: Any) -> PrefixForest:
         """Return the forest of some samples, by their rising numbers [S]: their nodes, without padding.
 
-        Raises: ValueError for no sample, and for numbers that do not rise or are not samples of this forest.
+        Raises: TreeError (E801) for no sample, and for numbers that do not rise or are not samples of this forest.
         """
         chosen = torch.as_tensor(samples, device=self.input_ids.device)
         if not len(chosen) or bool((chosen.diff() < 1).any()) or not 0 <= chosen[0] <= chosen[-1] < self.num_samples:
@@ -337,7 +342,7 @@ class PrefixForest:
 
     @property
     def rows_above(self) -> Tensor:
-        """Return the row that predicts each flat token, the one before it in its samples: int64 [T]; -1 for none."""
+        """Return the row that predicts each flat token, its predecessor in the samples: int64 [T]; -1 for none."""
         rows = torch.arange(-1, len(self.input_ids) - 1, device=self.input_ids.device)
         parents = self.node_parents
         rows[self.node_starts] = torch.where(parents < 0, -1, (self.node_starts + self.node_lengths)[parents] - 1)
@@ -417,7 +422,7 @@ def _prompt_lengths(values: Iterable[int], lengths: radix.Ints) -> radix.Ints:
 
 
 def _numbers(values: Iterable[Any], what: str) -> list[int]:
-    """Return a list, array or tensor of integers as a list. Raises: TypeError, for bools too: they are a mask."""
+    """Return a list, array or tensor of integers as a list. Refuses bools too: they are a mask."""
     numbers = values.tolist() if hasattr(values, "tolist") else list(values)
     if not all(type(number) is int or isinstance(number, np.integer) for number in numbers):
         raise TreeTypeError(f"{what} is {values!r}; expected integers")

@@ -1,14 +1,14 @@
-"""body_forward: hidden states of a folded row, and the model's head, for losses that need the logits of some rows only.
+"""Body and head of a model apart: body_forward returns hidden states, and the head for the few rows with a loss.
 
     hidden, head = body_forward(model, forest)     # model: wrapped or not
     logp = edge_logprobs(hidden, edges, head)      # the head runs on the rows that predict a target, in chunks
 
-The wrapper itself is called, once, so that hooks run and DistributedDataParallel and FSDP reduce the gradients. Calling
-the body inside (`ddp.module.model(...)`) gives the same loss, and gradients that each rank has for itself.
+It calls the wrapper itself, once, so that hooks run and DistributedDataParallel and FSDP reduce the gradients. A call
+of the body inside (`ddp.module.model(...)`) gives the same loss, but each rank keeps its own gradients.
 
-The head is the model's own. For most models of transformers it is `model.lm_head`. But Gemma 2 caps its logits after
-it, and Cohere and Granite scale them. The factor has another name in each config, and one name multiplies in some
-models and divides in others. So the right function is found by comparing with logits that the model itself returns.
+For most models of transformers the head is `model.lm_head`. But Gemma 2 caps its logits afterwards, and Cohere and
+Granite scale them. The factor has another name in each config, and one name multiplies in some models and divides in
+others. So the head is found by comparison with logits that the model itself returns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multi
 
 
 class Body(NamedTuple):
-    """What `body_forward` returns."""
+    """The result of `body_forward`."""
 
     hidden: Tensor  # [T, H], the last hidden states of the row, with gradient
     head: Callable[[Tensor], Tensor]  # from hidden states [rows, H] to the model's logits [rows, V]
@@ -38,25 +38,25 @@ class Body(NamedTuple):
 def body_forward(model: nn.Module, forest: PrefixForest, *, backend: Backend = "auto", **inputs: Any) -> Body:
     """Run a folded row through a model, wrapped or not, and return its last hidden states and its head.
 
-    The logits of one row only are computed. The head's weights are those of the model, and their gradients are reduced
-    with the others; on every rank the head has to be called before `backward`, as `edge_logprobs` does.
+    The forward pass computes the logits of one row only. The head has the model's own weights, and their gradients are
+    reduced with the others. Every rank must call the head before `backward`, as `edge_logprobs` does.
 
     Args:
         model: a causal language model of transformers, also in DistributedDataParallel, torch.compile or a model of
             PEFT, or sharded by fully_shard.
         backend: as in `model_inputs`.
-        inputs: further arguments of the forward pass, or others than those of `model_inputs`.
+        inputs: further arguments of the forward pass; they replace arguments of `model_inputs`.
 
     Raises:
-        AttentionRouteError: as `model_inputs`, and as `logits_head`; and where the wrapper does not return the hidden
-            states, such as a model compiled in place.
+        AttentionRouteError (E802): `model_inputs` refuses the model; it has no output embeddings, or computes its
+            logits in another way; or the wrapper does not return the hidden states, as a model compiled in place.
     """
     inner, body, head = _parts(model)
     arguments = {**model_inputs(forest, model, backend=backend), "return_dict": True, **inputs}
     with ExitStack() as hooks:
         hooks.callback(body.register_forward_hook(_hand_out).remove)
         if "logits_to_keep" in inspect.signature(inner.forward).parameters:
-            # The last row's. Gemma 4 takes the number 1 as leave to run some layers on that row alone.
+            # The last row, by its index: Gemma 4 takes the number 1 as leave to run some layers on that row alone.
             last = len(forest.input_ids) - 1
             arguments["logits_to_keep"] = torch.tensor([last], device=arguments["position_ids"].device)
         else:
@@ -82,10 +82,10 @@ def _why_none(model: nn.Module, out: Any) -> str:
 
 
 def _hand_out(module: nn.Module, args: Any, output: Any) -> None:
-    """Put the body's last hidden states into its output, from where the model hands them to its wrappers.
+    """Put the last hidden states of the body into its output, so that the model hands them to its wrappers.
 
-    They must be in the output of a wrapper: FSDP hooks its tensors to reduce gradients, and DistributedDataParallel
-    finds the parameters that were used. The hook has no state, so that torch.compile can trace it.
+    They must be in the output of a wrapper: FSDP hooks these tensors to reduce gradients, and DistributedDataParallel
+    finds the used parameters by them. The hook has no state, so that torch.compile can trace it.
     """
     if hasattr(output, "last_hidden_state") and hasattr(output, "hidden_states"):
         output["hidden_states"] = (*(output.hidden_states or ()), output.last_hidden_state)
@@ -97,11 +97,11 @@ def _last_row(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _gathered(modules: list[nn.Module]) -> Callable[[Tensor], Tensor]:
-    """Return the last of some modules, a head, as a function that calls no collective operation.
+    """Return the head, the last of these modules, as a function that calls no collective operation.
 
-    Ranks have different numbers of rows, and so of chunks. A head that fully_shard was applied to would gather its
-    weights and reduce their gradients for each chunk: ranks with fewer chunks would hang. So the weights are gathered
-    here, once, until the backward pass, and the head runs without those hooks; the end of the backward pass reduces.
+    Ranks have different numbers of rows, and so of chunks. A head with fully_shard would gather its weights and reduce
+    their gradients for each chunk, and ranks with fewer chunks would hang. So this gathers the weights once, until the
+    backward pass, and runs the head without those hooks; the end of the backward pass reduces.
     """
     head: Any = modules[-1]
     sharded: list[Any] = [module for module in modules if is_sharded(module)]
@@ -121,12 +121,12 @@ def _gathered(modules: list[nn.Module]) -> Callable[[Tensor], Tensor]:
 def logits_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return the function from hidden states [rows, H] of the model's body to the model's logits [rows, V].
 
-    It is the product with the output embeddings, and the factor or cap of the config that reproduces the model's logits
-    for two tokens, which are run once. In training use `body_forward`, which needs no run of its own.
+    It is the product with the output embeddings, with the factor or cap of the config that reproduces the model's
+    logits. To find it, the model runs two tokens once. In training use `body_forward`, which needs no such run.
 
     Raises:
-        AttentionRouteError: the model has no output embeddings, or computes its logits in another way; or fully_shard
-            was applied to them, where ranks with different numbers of chunks would hang.
+        AttentionRouteError (E802): the model has no output embeddings, or computes its logits in another way; or
+            fully_shard was applied to them: ranks with different numbers of chunks would hang.
     """
     inner, body, head = _parts(model)
     if is_sharded(head):
@@ -154,7 +154,7 @@ def _parts(model: nn.Module) -> tuple[Any, nn.Module, nn.Module]:
 def _matching(
     model: Any, head: Callable[[Tensor], Tensor], seen: list[tuple[Tensor, Tensor]]
 ) -> Callable[[Tensor], Tensor]:
-    """Return the head that gives the logits [rows, V] that were seen for hidden states [rows, H]."""
+    """Return the head that turns the hidden states [rows, H] that were seen into their logits [rows, V]."""
     for hidden, logits in seen:
         for candidate in _candidates(head, model.config.get_text_config()):
             computed = candidate(hidden)

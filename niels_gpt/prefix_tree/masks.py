@@ -1,6 +1,16 @@
-"""The attention mask of a folded row: dense, as rectangles, and in the form that a model of transformers takes.
+"""The attention mask of a folded row: dense, as rectangles, as a model of transformers takes it, as a BlockMask.
 
-Masks are dense: T^2 values, computed at each call and not kept.
+Dense masks have T^2 values. They are computed at each call and not kept. The BlockMask of FlexAttention is computed in
+closed form, without T^2 values:
+
+    key block kb, query block qb, kb < qb, qb having the rows q_lo to q_hi:
+    visible    max of subtree_end over kb > q_lo
+    full       min of subtree_end over kb > q_hi
+
+A block of the diagonal is visible and not full, and the last block of queries is not full if it is cut off. With a
+window, a pair must also be near. All pairs of two blocks are near if the extremes of their positions are. For one near
+pair it is enough to look at the queries of qb up to the last one with an ancestor in kb: one of their windows must
+begin in kb or before.
 """
 
 from __future__ import annotations
@@ -35,9 +45,9 @@ _OTHER_ROUTES = {
 
 @dataclass
 class AttnMaskSpec:
-    """A mask as rectangles of queries and keys, in the form that MagiAttention and nemo-automodel take.
+    """A mask as rectangles of queries and keys, in the form of MagiAttention and nemo-automodel.
 
-    q_ranges, k_ranges: [start, end) of each rectangle. mask_types: "full", or "causal", aligned at the last query and
+    q_ranges, k_ranges: [start, end) of each rectangle. mask_types: "full"; or "causal", aligned at the last query and
     the last key. total_seqlen: tokens of the row. A token sees the union of the rectangles.
     """
 
@@ -45,18 +55,6 @@ class AttnMaskSpec:
     k_ranges: list[list[int]]
     mask_types: list[str]
     total_seqlen: int
-
-    @classmethod
-    def causal(cls, seqlen: int) -> AttnMaskSpec:
-        """Return the mask of one sequence."""
-        return cls.varlen([seqlen])
-
-    @classmethod
-    def varlen(cls, seqlens: Sequence[int], causal: bool = True) -> AttnMaskSpec:
-        """Return the mask of sequences one after another that do not see each other."""
-        ranges = _ranges(seqlens)
-        kinds = ["causal" if causal else "full"] * len(ranges)
-        return cls([list(r) for r in ranges], [list(r) for r in ranges], kinds, sum(seqlens))
 
     @classmethod
     def prefix_tree(
@@ -67,7 +65,7 @@ class AttnMaskSpec:
         For each node of each path: a causal rectangle for itself, then a full one for each ancestor from the root,
         without repetitions. Arguments as in `FoldedRollouts`.
 
-        Raises: ValueError for a path with an unknown or repeated node, and for a node with two parents.
+        Raises: TreeError (E801) for a path with an unknown or repeated node, and for a node with two parents.
         """
         ranges = _ranges(node_lengths)
         parents: dict[int, int] = {}
@@ -95,11 +93,6 @@ class AttnMaskSpec:
             sum(node_lengths),
         )
         return spec, [[list(ranges[node]) for node in path] for path in sample_paths]
-
-    def fingerprint(self) -> tuple[Any, ...]:
-        """Return a hashable value that is equal for equal masks: a key to cache what a backend makes of one."""
-        q_ranges, k_ranges = (tuple(map(tuple, ranges)) for ranges in (self.q_ranges, self.k_ranges))
-        return (self.total_seqlen, q_ranges, k_ranges, tuple(self.mask_types))
 
     def dense(self) -> Tensor:
         """Return the mask as bool [T, T], True where query (row) sees key (column)."""
@@ -140,17 +133,17 @@ def hf_attention_mask(
 ) -> Tensor:
     """Return the mask [1, 1, T, T] for an attention implementation of transformers, on the forest's device.
 
-    Bool for "sdpa" and "prefix_tree". For "eager" the mask is added to the scores: of `dtype`, the model's, 0 where a
-    query sees a key and the dtype's smallest number elsewhere. `window`: as in `dense_mask`; transformers adds none to
-    such a mask.
+    "sdpa" and "prefix_tree" take bool, True where a query sees a key. "eager" adds the mask to the scores: `dtype`, the
+    model's, 0 where a query sees a key and the smallest number of the dtype elsewhere. `window`: as in `dense_mask`;
+    transformers adds no window to such a mask.
 
-    Raises: AttentionRouteError for any other route, and for a dtype that is not floating.
+    Raises: AttentionRouteError (E802) for any other route, and for a dtype that is not floating.
     """
     return for_route(dense_mask(forest, window=window), attn_implementation, dtype)
 
 
 def for_route(allowed: Tensor, implementation: str | None, dtype: torch.dtype) -> Tensor:
-    """Return a mask bool [T, T] as `hf_attention_mask` does."""
+    """Return a mask bool [T, T] in the form of an attention implementation; see `hf_attention_mask`."""
     refuse_other_routes(implementation)
     if implementation in ("sdpa", "prefix_tree"):
         return allowed[None, None]
@@ -171,7 +164,7 @@ def refuse_other_routes(implementation: str | None) -> None:
 
 
 def architecture_of(forest: PrefixForest, model: nn.Module) -> Architecture:
-    """Return the properties of a model that decide the mask of a forest. Raises, warns: as `architecture`."""
+    """Return the properties of a model that decide the mask of a forest. Refuses and warns like `architecture`."""
     lengths = forest.sample_lengths
     return architecture(model, int(lengths.max()), int(lengths.min()), len(forest.input_ids))
 
@@ -190,12 +183,12 @@ def masks_of(traits: Architecture, positions: Tensor, allowed: Tensor) -> Tensor
 
 # --- masks made here, so that a check need not compute them again -----------------------------------------------------
 
-# Of each mask, weakly: its forest, its window, and the version counters of the tensors that it says something about.
+# By mask, weakly: its forest, its window, and the version counters of both. So a check of a mask costs no T^2 values.
 _made: Any = WeakIdKeyDictionary()
 
 
 def remember(forest: PrefixForest, traits: Architecture, masks: Tensor | dict[str, Tensor]) -> None:
-    """Note that masks of `masks_of` are the forest's, for as long as no tensor of either is changed in place."""
+    """Note that masks of `masks_of` belong to a forest, for as long as no tensor of either is changed in place."""
     windows = windows_of(traits, forest.position_ids)
     for kind, window in windows.items():
         mask = masks[kind] if isinstance(masks, dict) else masks
@@ -206,15 +199,15 @@ def remember(forest: PrefixForest, traits: Architecture, masks: Tensor | dict[st
 def is_remembered(forest: PrefixForest, mask: Tensor, window: int | None) -> bool:
     """Return whether a mask is an object that `model_inputs` made for this forest and window, and is unchanged.
 
-    A change in place raises a tensor's version counter, by a view of it too. Only writing through `mask.data` or
-    memory shared with numpy does not.
+    A change in place raises the version counter of a tensor, also through a view. Only writes through `mask.data` or
+    memory shared with numpy do not.
     """
     found = _made.get(mask)
     return found is not None and (found[0](), *found[1:]) == (forest, window, _versions(forest, mask))
 
 
 def _versions(forest: PrefixForest, mask: Tensor) -> tuple[int, ...] | None:
-    """Return version counters; None for tensors made in inference mode, which have none."""
+    """Return the version counters of a mask and its forest; None in inference mode, where tensors have none."""
     tensors = (mask, forest.subtree_end, forest.position_ids)
     return None if any(each.is_inference() for each in tensors) else tuple(each._version for each in tensors)
 
@@ -233,17 +226,17 @@ def block_mask(
 ) -> BlockMask:
     """Return the mask of a forest for `flex_attention`, [1, 1, T, T] in blocks, on the forest's device.
 
-    Equal to `create_block_mask` of the same rule, in T + (T / block_size)^2 steps and values in place of T^2. A row of
+    Equals `create_block_mask` of the same rule, in T + (T / block_size)^2 steps and values in place of T^2. A row of
     131,072 tokens has 1,024 x 1,024 blocks of 128.
 
     Args:
-        forest: on the device of the model: `BlockMask.to` does not move what the rule of a mask has captured.
+        forest: on the device of the model: `BlockMask.to` does not move the tensors that the mask captures.
         block_size: rows and columns of a block; 128 is what FlexAttention's kernels expect.
         window: as in `dense_mask`.
         forward_only: make the mask on a CPU too, where FlexAttention runs forward but not backward.
 
     Raises:
-        ValueError: the forest is on a CPU and not forward_only; block_size or window is below 1.
+        TreeError (E801): the forest is on a CPU and not forward_only; block_size or window is below 1.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -275,9 +268,9 @@ def block_mask(
 
 
 def block_masks(forest: PrefixForest, traits: Architecture) -> Any:
-    """Return the `block_mask` that fits all layers of a model of "flex_attention", else a dict of one by layer type.
+    """Return one `block_mask` if it fits all layers of a model of "flex_attention", else a dict by layer type.
 
-    Raises: AttentionRouteError for a model on a CPU.
+    Raises: AttentionRouteError (E802) for a model on a CPU.
     """
     if traits.device.type == "cpu":
         raise AttentionRouteError(
@@ -292,7 +285,10 @@ def block_masks(forest: PrefixForest, traits: Architecture) -> Any:
 
 
 def _blocks(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return which blocks have a pair that sees, and which see in all pairs: bool [blocks of queries, of keys]."""
+    """Return which blocks have a visible pair, and which have visible pairs only: bool [query blocks, key blocks].
+
+    ends: [blocks, block_size], subtree_end.
+    """
     blocks, size = ends.shape
     block = torch.arange(blocks, device=ends.device)
     first, last = (block * size)[:, None], (block * size + size - 1)[:, None]
@@ -303,13 +299,14 @@ def _blocks(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _in_window(begins: Tensor, ends: Tensor) -> Tensor:
-    """Return bool [blocks of queries, of keys]: whether a visible block has a pair within the window.
+    """Return whether a visible block has a pair within the window: bool [query blocks, key blocks].
 
-    begins: [blocks, block_size] the block in which the window of each query begins. A query whose window begins in an
-    earlier block than kb, or in kb, sees all its ancestors in kb; the queries that have one are those up to the last.
+    begins: [blocks, block_size], the block in which the window of each query begins.
     """
     blocks, size = begins.shape
-    earliest = begins.cummin(1).values  # of the queries of a block up to each one
+    # A query with an ancestor in kb sees one there if its window begins in kb or before. The queries of qb with such an
+    # ancestor are a beginning of qb: those up to `last`, where the longest subtree of kb ends.
+    earliest = begins.cummin(1).values
     block = torch.arange(blocks, device=begins.device)
     last = (ends.amax(1) - 1 - (block * size)[:, None]).clamp(0, size - 1)  # [blocks of queries, of keys]
     return earliest.gather(1, last) <= block
@@ -321,7 +318,7 @@ def window_begins(forest: PrefixForest, window: int) -> Tensor:
     begins = torch.arange(len(forest.input_ids), device=device)
     wanted = (forest.position_ids - (window - 1)).clamp(min=0)  # positions
     starts, depths = forest.node_starts, forest.position_ids[forest.node_starts]
-    left = torch.arange(forest.num_tokens, device=device)  # rows whose ancestor is above the nodes looked at
+    left = torch.arange(forest.num_tokens, device=device)  # rows whose window begins above the nodes in `nodes`
     nodes = torch.arange(len(starts), device=device).repeat_interleave(forest.node_lengths)
     while len(left):
         inside = wanted[left] >= depths[nodes]
@@ -331,6 +328,6 @@ def window_begins(forest: PrefixForest, window: int) -> Tensor:
 
 
 def _ordered(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many key blocks each query block has, and their numbers, those it has not at the end: int32."""
+    """Return the number of key blocks of each query block, and all key blocks with these first: int32."""
     order = dense.int().argsort(stable=True, dim=-1, descending=True).int()
     return dense.sum(-1, dtype=torch.int32)[None, None], order[None, None]

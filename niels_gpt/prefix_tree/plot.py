@@ -1,4 +1,4 @@
-"""Pictures: what folding would save, per forest and in total; and the attention mask of one forest."""
+"""Pictures: the savings of folding, per forest and in total; and the attention mask of one forest."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def check_picture(target: Path) -> None:
     """Raise if a picture cannot be drawn; call it before the work that the picture shows.
 
     Raises: ValueError for a name that does not end in .png; FileNotFoundError if its folder does not exist; ImportError
-    without matplotlib.
+        without matplotlib.
     """
     check_png(target)
     check_matplotlib()
 
 
 def plot(savings: Savings, name: str) -> bytes:
-    """Return a PNG of 720 x 280 pixels. name: of the rollouts, for the title.
+    """Return a PNG of 720 x 280 pixels. name: the rollouts in the title.
 
     Raises: ImportError without matplotlib, which the extra `pipelines` brings.
     """
@@ -53,7 +53,7 @@ def plot(savings: Savings, name: str) -> bytes:
 def plot_mask(forest: PrefixForest) -> bytes:
     """Return a PNG of 600 x 600 pixels: which query sees which key, with the borders of the nodes.
 
-    Raises: ValueError for more than MOST_DRAWN tokens; ImportError as `plot`.
+    Raises: TreeError (E801) for more than MOST_DRAWN tokens; ImportError without matplotlib.
     """
     if forest.num_tokens > MOST_DRAWN:
         raise TreeError(f"a mask of {forest.num_tokens:,} tokens is not drawn. Expected {MOST_DRAWN:,} at most")
@@ -89,7 +89,7 @@ def _draw_forests(axes: Axes, factors: dict[str, array[float]]) -> None:
 
 
 def _draw_total(axes: Axes, savings: Savings) -> None:
-    """Draw what is left of tokens, attention pairs and FLOPs, as shares of the numbers before folding."""
+    """Draw tokens, attention pairs and FLOPs after folding as shares of the numbers before it."""
     sums = savings.sums
     ratios = {
         "tokens": sums.tree_token_ratio,

@@ -1,8 +1,8 @@
 """Sequences -> radix tree -> depth-first pre-order: decides where nodes are split, and the order of the rows.
 
-Integers only; `PrefixForest` makes tensors of them. Linear in the tokens: each is compared at most twice, by one
-comparison of bytes per node on its sequence's path, and only nodes are sorted. No function recurses: a tree of chats is
-as deep as its longest thread has turns.
+Integers only; `PrefixForest` makes tensors of them. The time is linear in the tokens: each is compared at most twice,
+as bytes, one comparison for a node on the path of a sequence; only nodes are sorted. No function recurses: a tree of
+chats is as deep as its longest thread has turns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Tree(NamedTuple):
-    """Nodes in any order, each a run of a common array of ids; a root has the parent -1."""
+    """Nodes in any order. The tokens of a node are a run of one common array of ids; a root has the parent -1."""
 
     starts: Ints  # [N] where the node's tokens begin in that array
     lengths: Ints  # [N] at least 1
@@ -47,6 +47,7 @@ def radix_tree(ids: Ints, offsets: Ints) -> Tree:
     A node is split at the first mismatch, so siblings differ in their first token. Siblings are in the order of the
     sequences that created them. A sequence that ends inside a node splits it too: a sample ends where a node ends.
     """
+    # Four bytes a token: two runs are compared by one memcmp of slices, and not token by token.
     narrow = ids.astype("<u4")
     data, view = narrow.tobytes(), memoryview(narrow.data)
     starts: list[int] = []
@@ -75,10 +76,11 @@ def radix_tree(ids: Ints, offsets: Ints) -> Tree:
             start, length = starts[child], lengths[child]
             same = min(length, end - at)
             here, there = data[4 * at : 4 * (at + same)], data[4 * start : 4 * (start + same)]
-            if here != there:  # the lowest bit that differs is in the first token that differs
+            if here != there:  # as little-endian integers: the lowest bit that differs is in the first such token
                 bits = int.from_bytes(here, "little") ^ int.from_bytes(there, "little")
                 same = ((bits & -bits).bit_length() - 1) // 32
-            if same < length:  # split: the first part becomes a new node; samples that end at the child still do
+            if same < length:
+                # Split. The new node is the first part, so that the child keeps its number, and `ends` stay right.
                 upper = children[view[at]] = add(start, same, node, ranks[child])
                 starts[child], lengths[child], parents[child] = start + same, length - same, upper
                 below[upper][view[start + same]] = child
@@ -91,10 +93,11 @@ def radix_tree(ids: Ints, offsets: Ints) -> Tree:
 def tree_of_paths(lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> tuple[Tree, list[list[int]]]:
     """Return the tree in which each sample is the tokens of the nodes on its path, and the paths without empty nodes.
 
-    Node i has lengths[i] tokens, which begin where those of the nodes before it end. Siblings are in numerical order.
+    The tokens of the nodes stand one after another: node i has lengths[i] of them. Siblings are in numerical order.
 
     Raises:
-        ValueError: a path names no node or has no token, a node has two parents, or one with tokens is on no path.
+        TreeError (E801): a path names no node or has no token, a node has two parents, or a node with tokens is on no
+            path.
     """
     parents: dict[int, int] = {}
     kept: list[list[int]] = []
@@ -176,9 +179,12 @@ def _depths_and_ends(parents: Ints, lengths: Ints, ends: Ints) -> tuple[Ints, In
 
 
 def rows_of_samples(starts: Ints, lengths: Ints, parents: Ints, ends: Ints, offsets: Ints) -> Ints:
-    """Return the flat row of every token of every sample, [sum of sample lengths], for the nodes of a layout."""
+    """Return the flat row of every token of every sample, sample by sample: [sum of sample lengths].
+
+    starts, lengths, parents: [N], of the nodes of a layout. ends: [S], the last node of each sample. offsets: [S + 1].
+    """
     nodes, places = ends, offsets[1:]
-    runs: list[tuple[Ints, Ints, Ints]] = []  # a node of a sample: its place in the field, its flat start, its length
+    runs: list[tuple[Ints, Ints, Ints]] = []  # for each node of each sample: place in the result, flat start, length
     while len(nodes):  # from the samples' last nodes up to their roots
         places = places - lengths[nodes]
         runs.append((places, starts[nodes], lengths[nodes]))
@@ -194,10 +200,13 @@ def rows_of_samples(starts: Ints, lengths: Ints, parents: Ints, ends: Ints, offs
 
 
 def part_of_samples(starts: Ints, lengths: Ints, parents: Ints, ends: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Return starts, lengths and parents of the nodes of some samples, the samples' last nodes, and their rows [T].
+    """Cut the layout of some samples out of a larger one.
 
-    ends: [S] the last node of each of them. The rows are those of the whole layout, in its order; the other numbers are
-    those of the new one. A node that is left with one child, where no sample ends, is merged with it.
+    starts, lengths, parents: [N], of the nodes of the larger layout. ends: [S], the last node of each sample to keep.
+
+    Returns the nodes of the new layout as starts, lengths and parents; the last node of each sample in it; and its rows
+    [T] as rows of the larger layout, ascending. A node that is left with one child is merged with it, unless a sample
+    ends there.
     """
     levels = [nodes := np.unique(ends)]
     while len(nodes):  # from the samples' last nodes up to their roots

@@ -3,7 +3,8 @@
     savings = count_savings(forests(lines))
     print(savings.as_json()["token_factor"], savings.interpretation())
 
-Forests are counted one by one and dropped, so that memory depends on the largest forest, not on the file.
+Forests are counted one by one and dropped, so that memory depends on the largest forest, not on the file. FLOPs are of
+a model of given sizes, or of the model that a config.json describes.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ LITTLE = 1.3
 
 
 def computed_pairs(stats: ForestStats, attention: str) -> int:
-    """Return the query-key pairs that an attention computes for a forest: those of the mask, or T x T."""
+    """Return the query-key pairs that an attention computes for a forest: the pairs of the mask, or T x T."""
     return stats.pairs_after if attention == "prefix_tree" else stats.tokens_after**2
 
 
 def flop_factor(stats: ForestStats, shape: ModelShape, attention: str) -> float:
-    """Return the training FLOPs of a forest's samples over those of its row."""
+    """Return the training FLOPs of a forest's samples over the FLOPs of its row."""
     after = shape.training_flops(stats.tokens_after, computed_pairs(stats, attention), stats.head_rows_after)
     return shape.training_flops(stats.tokens_before, stats.pairs_before, stats.head_rows_before) / after
 
@@ -46,12 +47,12 @@ class Rollouts(NamedTuple):
 
     path: str
     line: int
-    """From 1: of a line, of an item of an array, or of a row of parquet."""
+    """The number, from 1, of a line, an item of an array, or a row of parquet."""
     samples: list[Sample]
     is_group: bool
     """Whether the row is a prompt with its completions, and not one sample."""
     key: str | None
-    """The name of the row's group; None: it names none."""
+    """The name of the row's group; None if it names none."""
 
     @property
     def where(self) -> str:
@@ -60,7 +61,7 @@ class Rollouts(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """A forest and the lines that it was made from."""
+    """A forest and the lines that are folded in it."""
 
     forest: PrefixForest
     lines: list[Rollouts]
@@ -69,9 +70,10 @@ class Folded(NamedTuple):
 def forests(lines: Iterable[Rollouts], *, rows: int = ROWS) -> Iterator[Folded]:
     """Fold each group by itself, and samples without a group in runs of `rows` consecutive lines; 0: all of a file.
 
-    Consecutive lines with the same group key are folded together, in either form. No forest holds lines of
-    two files, and a run ends before it has more than MAX_SAMPLE_TOKENS.
-    Raises: ValueError for a group of several lines with more than MAX_SAMPLE_TOKENS.
+    Consecutive lines with the same group key are folded together, in either form. No forest holds lines of two files,
+    and a run ends before it has more than MAX_SAMPLE_TOKENS.
+
+    Raises: TreeError E804 for a group of several lines with more than MAX_SAMPLE_TOKENS.
     """
     run: list[Rollouts] = []
     tokens = 0
@@ -87,7 +89,7 @@ def forests(lines: Iterable[Rollouts], *, rows: int = ROWS) -> Iterator[Folded]:
 
 
 def _belongs_to(run: list[Rollouts], line: Rollouts, rows: int, tokens: int) -> bool:
-    """Return whether a line is folded with those before; tokens: of all of them. Raises: as `forests`."""
+    """Return whether a line is folded with the lines before it; tokens: of all of them together."""
     if run[0].path != line.path or run[-1].line >= line.line or run[0].key != line.key:  # a file may be given twice
         return False
     if line.key is None:
@@ -107,14 +109,14 @@ def _folded(lines: list[Rollouts]) -> PrefixForest:
 
 @dataclass
 class Savings:
-    """Sums over forests, and what each of them saves. A factor is the number before folding over the one after it."""
+    """Sums over forests, and the savings of each. A factor is the number before folding over the number after it."""
 
     shape: ModelShape
-    """Of the model whose FLOPs are predicted."""
+    """Sizes of the model for FLOPs."""
     attention: str = "prefix_tree"
-    """One of ATTENTIONS: it decides which pairs are computed after folding."""
+    """One of ATTENTIONS: decides which pairs are computed after folding."""
     counters: Mapping[str, int] = field(default_factory=dict)
-    """Lines and samples that are left out, and what else was counted while they were read."""
+    """Counts of the reading: lines and samples left out, by reason, and more."""
     lines: int = 0
     groups: int = 0
     """Lines with a prompt and completions; each other one is a sample."""
@@ -123,21 +125,21 @@ class Savings:
     first_tokens: int = 0
     """First tokens of completions after a prompt: one label per row has no loss for them."""
     completion_tokens: int = 0
-    """Of the samples whose prompt is known."""
+    """Tokens of completions, in samples with a known prompt."""
     computed_pairs: int = 0
-    """Query-key pairs that the attention computes: those of the mask, or T x T for each forest."""
+    """Query-key pairs that the attention computes: the pairs of the mask, or T x T for each forest."""
     longest: tuple[int, str] = (0, "")
     """Tokens of the longest forest after folding, and its first line."""
     best: tuple[float, str] = (0.0, "")
     """The largest token factor of a forest, and its first line."""
     worst: tuple[float, str] = (math.inf, "")
     token_factors: array[float] = field(default_factory=lambda: array("d"))
-    """Of each forest, in order."""
+    """The factor of each forest, in order."""
     flop_factors: array[float] = field(default_factory=lambda: array("d"))
 
     @property
     def sums(self) -> ForestStats:
-        """Return the counts of all forests together, with FLOPs. Raises: ValueError if there is no forest."""
+        """Return the counts of all forests together, with FLOPs. Raises: TreeError (E801) without a forest."""
         if self.total is None:
             raise TreeError("no rollouts: expected at least one forest")
         return self.total
@@ -162,21 +164,21 @@ class Savings:
 
     @property
     def flops_after(self) -> int:
-        """Return the training FLOPs of all forests, with the attention that is used."""
+        """Return the training FLOPs of all forests, by `attention`."""
         return self.shape.training_flops(self.sums.tokens_after, self.computed_pairs, self.sums.head_rows_after)
 
     @property
     def flop_factor(self) -> float:
-        """Return the training FLOPs before folding over those after it."""
+        """Return the training FLOPs before folding over the FLOPs after it."""
         sums = self.sums
         before = self.shape.training_flops(sums.tokens_before, sums.pairs_before, sums.head_rows_before)
         return before / self.flops_after
 
     @property
     def flop_factor_of_any_model(self) -> tuple[float, float]:
-        """Return the least and the largest factor that any shape gives: only attention, or none at all.
+        """Return the least and the largest factor of any model: all work in attention, other weights, or the head.
 
-        Shapes have no head if this one has none; else also only a head.
+        The head counts only if `shape` has one.
         """
         sums = self.sums
         factors = [sums.pairs_before / self.computed_pairs, sums.tokens_before / sums.tokens_after]
@@ -185,7 +187,7 @@ class Savings:
         return min(factors), max(factors)
 
     def as_json(self) -> dict[str, Any]:
-        """Return every figure by name, fit for JSON; of the factors of single forests the median, best and worst."""
+        """Return every figure by name, fit for JSON; for single forests the median, best and worst factor."""
         sums, (tokens, place) = self.sums, self.longest
         least, most = self.flop_factor_of_any_model
         return {
@@ -221,7 +223,7 @@ class Savings:
         return [(name.replace("_", " "), _shown(figure)) for name, figure in figures]
 
     def interpretation(self) -> str:
-        """Return what the figures mean for the decision whether to fold."""
+        """Return advice in words: whether folding pays, and how much."""
         factor, (least, most) = self.flop_factor, self.flop_factor_of_any_model
         parameters, head = self.shape.parameters + self.shape.head_parameters, self.shape.head_parameters
         sizes = f"{parameters:,} parameters in {self.shape.layers} layers of width {self.shape.d_model:,}"
@@ -256,7 +258,7 @@ def _shown(figure: float | str) -> str:
 
 
 def count_savings(folded: Iterable[Folded], shape: ModelShape = SHAPE_7B, attention: str = "prefix_tree") -> Savings:
-    """Return what folding saves on some forests. Raises: ValueError if there is none; what reading them raises."""
+    """Return the savings on some forests. A Savings without a forest raises TreeError (E801) when asked for figures."""
     savings = Savings(shape, attention)
     for forest in folded:
         savings.add(forest)
@@ -266,9 +268,9 @@ def count_savings(folded: Iterable[Folded], shape: ModelShape = SHAPE_7B, attent
 # --- the shape of a model from its config.json ------------------------------------------------------------------------
 
 
-_LARGEST = 1 << 28  # of any number that sizes a model
+_LARGEST = 1 << 28  # the most of any size of a model
 _MOST_BYTES = 4 << 20
-_MOST_COUNTED = 10_000  # of anything that is counted, as for each a label, a layer or a head is made
+_MOST_COUNTED = 10_000  # labels, layers, heads and such: the config's class may make an object for each
 _COUNTS = re.compile(
     r"(^|_)(num|n|layers?|depths?|blocks?|labels?|experts?|stages?|heads?)(_|$)"
     r"(?!.*(size|dim|embd|inner|positions|embeddings|ctx|tokens?|seq|id|theta)(_|$))"
@@ -281,7 +283,10 @@ _REMEDY = "Give --parameters, --layers and --d-model instead"
 def shape_of(folder: Path) -> ModelShape:
     """Return the shape of the model whose config.json is in a folder.
 
-    Raises: ValueError if transformers cannot build such a causal language model, or its sizes are absurd;
+    transformers builds the model on the meta device, so without weights. Nothing is read but the config, no code of the
+    model's repository runs, and a config with sizes that no model has is refused before transformers reads it.
+
+    Raises: TreeError (E801) if transformers cannot build such a causal language model, or its sizes are absurd;
         FileNotFoundError without a config.json; ImportError without transformers.
     """
     try:
@@ -311,9 +316,9 @@ def shape_of(folder: Path) -> ModelShape:
 def shape_of_model(model: Any) -> ModelShape:
     """Return the shape of a causal language model of transformers, with weights or without.
 
-    Parameters are those that a token is multiplied with: all matrices but embeddings and the head, which is apart; of
-    experts those that are active. The width is that of all query heads together; where values have another width than
-    keys, the mean of both. A sliding window is not part of a shape: each layer counts as one of full attention.
+    Parameters count if a token is multiplied with them: all matrices but embeddings, of experts the active share. The
+    head is apart. The width is the sum over query heads; if values have another width than keys, the mean of both. A
+    shape has no sliding window: each layer counts as full attention.
     """
     config = model.config.get_text_config()
     experts, active = _experts(config)
@@ -339,7 +344,7 @@ def _width(config: Any) -> int:
 
 
 def _experts(config: Any) -> tuple[int, int]:
-    """Return how many experts a layer has, and how many a token gets; 0 and 0 without."""
+    """Return the experts of a layer, and how many of them a token gets; 0 and 0 without experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((int(value) for name in names if (value := getattr(config, name, None))), 0)
     active = getattr(config, "num_experts_per_tok", None) or experts
@@ -347,7 +352,7 @@ def _experts(config: Any) -> tuple[int, int]:
 
 
 def _check_file(path: Path) -> None:
-    """Raise ValueError for a config whose size, or a number in it, no model has: its class may make a list of each."""
+    """Raise TreeError for a config of absurd size or with an absurd number: its class may make a list as long."""
     size = path.stat().st_size
     if size > _MOST_BYTES:
         raise TreeError(f"it has {size:,} bytes; expected {_MOST_BYTES:,} at most")
@@ -365,7 +370,7 @@ def _check_file(path: Path) -> None:
 
 
 def _check(config: Any) -> None:
-    """Raise ValueError for numbers that no model has."""
+    """Raise TreeError for sizes that no model has."""
     for name, value in config.to_dict().items():
         if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
             raise TreeError(f"{name} is {value:.3g}; expected {_LARGEST:,} at most")

@@ -4,10 +4,12 @@
     model.set_attn_implementation("prefix_tree")
     model(input_ids=..., position_ids=..., prefix_tree=Segments.from_forest(forest), use_cache=False)
 
-`model_inputs` does this. TRL's keys of a tree row (`tree_kv_index`, `tree_cu_seqlens_q`, `tree_cu_seqlens_k`) are taken
-in place of `prefix_tree`. A forward without either is that of "sdpa". On CPUs it uses torch's flash kernel. On other
-devices, and with softcaps, sinks or dropout, it computes block by block through autograd: the same numbers, and many
-small calls for a GPU.
+`model_inputs` does this. The keys of TRL's tree row (`tree_kv_index`, `tree_cu_seqlens_q`, `tree_cu_seqlens_k`) may
+stand in place of `prefix_tree`. A forward without either runs as "sdpa" does. On CPUs the attention uses torch's flash
+kernel. On other devices, and with softcaps, sinks or dropout, it computes block by block through autograd: the same
+numbers, and many small calls for a GPU.
+
+A segment is a node of the forest, in TRL's word. segments_plan.py makes squares and rectangles of the segments.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from niels_gpt.prefix_tree.architectures import AttentionRouteError, is_sharded, unwrapped, wrappers
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.segments_kernel import FlashSegments, attend, for_kernel, has_kernel, probabilities
-from niels_gpt.prefix_tree.segments_plan import BLOCK, Plan, check_laminar, depths, plan_of
+from niels_gpt.prefix_tree.segments_plan import BLOCK, AttentionPlan, check_laminar, depths, plan_of
 from niels_gpt.storage.errors import TreeError
 
 NAME = "prefix_tree"
@@ -36,24 +38,27 @@ _of_keys: WeakIdKeyDictionary = WeakIdKeyDictionary()  # segments by tree_kv_ind
 
 
 class Segments:
-    """Which rows of a folded row see each other: one array, and the steps of attention made from it."""
+    """The structure of a folded row as one array, and the attention plans made from it, which are kept."""
 
     def __init__(self, subtree_end: Any) -> None:
-        """Take int64 [T]: query q sees key k where k <= q < subtree_end[k]. Raises: ValueError unless in pre-order."""
+        """Take int64 [T]: query q sees key k where k <= q < subtree_end[k].
+
+        Raises: TreeError (E801) unless the rows are a forest in depth-first pre-order.
+        """
         self.subtree_end = np.asarray(subtree_end, dtype=np.int64)
         check_laminar(self.subtree_end)
         self.calls: list[nn.Module] | None = None  # a list records the modules that got these segments
-        self._plans: dict[tuple[int | None, int], Plan] = {}
-        self._of_kernel: dict[tuple[int | None, torch.dtype], Plan] = {}
+        self._plans: dict[tuple[int | None, int], AttentionPlan] = {}
+        self._of_kernel: dict[tuple[int | None, torch.dtype], AttentionPlan] = {}
 
     @classmethod
     def from_forest(cls, forest: PrefixForest) -> Segments:
-        """Return those of a forest, its padding included."""
+        """Return the segments of a forest, its padding included."""
         return cls(forest.subtree_end.numpy(force=True))
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Segments | None:
-        """Return those of a mask bool [T, T], True where query (row) sees key (column); None if it has no forest."""
+        """Return the segments of a mask bool [T, T], True where a query (row) sees a key; None if it is no forest."""
         rows = torch.arange(len(mask), device=mask.device)
         ends = len(mask) - mask.flip(0).to(torch.uint8).argmax(0)  # a byte a pair: the last query that sees a key
         if not torch.equal(mask, (rows <= rows[:, None]) & (rows[:, None] < ends)):
@@ -65,17 +70,17 @@ class Segments:
 
     @classmethod
     def from_tree_keys(cls, kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Segments:
-        """Return those of TRL's tree row.
+        """Return the segments of TRL's tree row.
 
         kv_index: int64 [K], for each segment the rows on its path from the root, its own rows last. cu_seqlens_q,
         cu_seqlens_k: int [S + 1], bounds of the segments in the row and of their paths in kv_index.
 
-        Raises: ValueError unless each path is that of another segment, or nothing, and the segment's own rows.
+        Raises: TreeError (E801) unless each path is the path of an earlier segment, or empty, then the segment's rows.
         """
         kv, cu_q, cu_k = (each.numpy(force=True).astype(np.int64) for each in (kv_index, cu_seqlens_q, cu_seqlens_k))
         _check_bounds(kv, cu_q, cu_k)
         ends = np.empty(int(cu_q[-1]), np.int64)
-        path: list[int] = []  # segments whose subtree is open
+        path: list[int] = []  # open segments: the one before in the row, and its ancestors
         for segment, (start, end) in enumerate(zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True)):
             keys = kv[cu_k[segment] : cu_k[segment + 1]]
             above = keys[: len(keys) - (end - start)]
@@ -99,25 +104,25 @@ class Segments:
 
     @cached_property
     def longest(self) -> int:
-        """Return the tokens of the longest path."""
+        """Return the tokens of the longest sample."""
         return int(depths(self.subtree_end).max()) + 1
 
-    def plan(self, window: int | None = None) -> Plan:
-        """Return the steps for the flash kernel."""
+    def plan(self, window: int | None = None) -> AttentionPlan:
+        """Return the plan for the flash kernel; a window that no sample exceeds is none."""
         return self._planned(window if window and window < self.longest else None, BLOCK)
 
-    def kernel_plan(self, window: int | None, dtype: torch.dtype) -> Plan:
-        """Return the steps with masks as the kernel takes them."""
+    def kernel_plan(self, window: int | None, dtype: torch.dtype) -> AttentionPlan:
+        """Return the plan with masks in the kernel's form and dtype."""
         window = window if window and window < self.longest else None
         if (window, dtype) not in self._of_kernel:
             self._of_kernel[window, dtype] = for_kernel(self.plan(window), dtype)
         return self._of_kernel[window, dtype]
 
-    def blocks(self, window: int | None = None, block: int = BLOCK) -> Plan:
-        """Return steps of few rows each: every row is in one step of `own`, and in at most one of `above` beside it."""
-        return self._planned(window or self.longest, block)
+    def blocks(self, window: int | None = None, block: int = BLOCK) -> AttentionPlan:
+        """Return a plan of blocks alone: each row is in one step of `own` and in at most one step of `above`."""
+        return self._planned(window or self.longest, block)  # a window puts every row into a block
 
-    def _planned(self, window: int | None, block: int) -> Plan:
+    def _planned(self, window: int | None, block: int) -> AttentionPlan:
         if (window, block) not in self._plans:
             self._plans[window, block] = plan_of(self.subtree_end, window, block)
         return self._plans[window, block]
@@ -145,7 +150,10 @@ _COPIES = tuple(getattr(torch.ops.aten, name).default for name in ("alias", "det
 
 
 class LateMask(torch.Tensor):
-    """A boolean mask [B, 1, Q, K] that is computed when something other than this module uses it."""
+    """A boolean mask [B, 1, Q, K] that is computed at its first use outside this module.
+
+    transformers makes a mask before each forward. For a folded row it would be T x T and unused.
+    """
 
     arguments: dict[str, Any]
     window: int | None
@@ -154,7 +162,7 @@ class LateMask(torch.Tensor):
 
     @staticmethod
     def __new__(cls, arguments: dict[str, Any], made: dict[bool, Tensor | None] | None = None) -> LateMask:
-        """Take the arguments of transformers' `sdpa_mask`, and what a mask on the same device made of them."""
+        """Take the arguments of transformers' `sdpa_mask`, and masks made from them on the same device."""
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
         make = torch.Tensor._make_wrapper_subclass
         mask: LateMask = make(cls, shape, dtype=torch.bool, device=arguments.get("device", "cpu"))
@@ -176,7 +184,7 @@ class LateMask(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Compute the mask for any operation but those that only copy it, such as a checkpoint's."""
+        """Compute the mask for every operation but a copy, such as a checkpoint makes."""
         kwargs = kwargs or {}
         if func in _COPIES and not set(kwargs) - {"device", "non_blocking"}:
             mask: LateMask = args[0]
@@ -188,10 +196,10 @@ class LateMask(torch.Tensor):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def make_mask(**arguments: Any) -> Tensor | None:
-    """Return the mask of "sdpa", late where it would be T x T for a whole row: a folded row does not use it.
+    """Return the mask of "sdpa"; a LateMask where it would be T x T.
 
-    Layers that share keys (Gemma 4) may get the last queries alone, with these rows of the mask. None would not tell
-    them from the first queries of a static cache, so these models get a mask.
+    Layers that share keys (Gemma 4) may get the last queries alone, with their rows of the mask. Without a mask nothing
+    would tell them from the first queries of a static cache, so these models always get one.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -214,9 +222,10 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention [1, T, H, D] of query [1, H, T, D] over key and value [1, Hk, T, D]; without a tree, sdpa's.
+    """Return the attention [1, T, H, D] of query [1, H, T, D] over key and value [1, Hk, T, D]; without a tree: sdpa.
 
-    Raises: AttentionRouteError for a tree of another row, a mask or cache beside it, and biases of positions.
+    Raises: AttentionRouteError (E802) for the tree of another row, for a mask or cache beside it, and for position
+        biases.
     """
     segments = segments_of(kwargs)
     if segments is None:
@@ -246,9 +255,9 @@ def attention(
 
 
 def segments_of(kwargs: Mapping[str, Any]) -> Segments | None:
-    """Return the segments of a forward, None without a tree; TRL's keys are read once for all layers.
+    """Return the segments of a forward, None without a tree. Reads TRL's keys once for all layers.
 
-    Raises: AttentionRouteError for values of other types, ValueError for keys that are no tree.
+    Raises: AttentionRouteError (E802) for values of other types; TreeError (E801) for keys that are no tree.
     """
     given = kwargs.get(NAME)
     if given is not None and not isinstance(given, Segments):
@@ -267,14 +276,14 @@ def segments_of(kwargs: Mapping[str, Any]) -> Segments | None:
 
 
 class _Seen:
-    """A tensor that was read, held weakly: `_of_keys` would else keep its own keys alive."""
+    """A tensor at the time it was read. Held weakly: otherwise `_of_keys` would keep its own keys alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = TensorWeakRef(tensor)
         self._state = tensor.clone() if tensor.is_inference() else tensor._version  # inference tensors count no changes
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Return whether this is the tensor, unchanged."""
+        """Return whether a tensor is the one that was read, and unchanged."""
         if self._tensor() is not tensor:
             return False
         state = self._state
@@ -346,10 +355,10 @@ _found: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # why a model c
 
 
 def use_segments(model: nn.Module, *, only_sdpa: bool = True) -> str:
-    """Set a model to the implementation "prefix_tree", if it can run folded rows by segments; else return why not.
+    """Set a model to the attention "prefix_tree" if it can run segments. Returns "", or why it cannot.
 
-    A model that is set so runs a forward without segments as by "sdpa". One that cannot is left as it was, and so are
-    the parts of a model that are not its text model, such as those for images.
+    Afterwards a forward without segments still runs as "sdpa" does. Other models stay as they were, and so do the parts
+    beside a text model, such as an image encoder. The first call for a model tries it with three tokens.
 
     only_sdpa: leave models of other implementations than "sdpa" and "prefix_tree" as they are.
     """
@@ -365,7 +374,10 @@ def use_segments(model: nn.Module, *, only_sdpa: bool = True) -> str:
 
 
 def _tried(model: Any, called: nn.Module) -> str:
-    """Try a model by calls of `called`, which gathers its weights: itself, or the adapters that fully_shard got."""
+    """Return why a model cannot run segments, "" if it can.
+
+    called: the module to call, so that FSDP2 gathers the weights: the model, or the wrapper with fully_shard.
+    """
     if not getattr(model, "_can_set_attn_implementation", lambda: False)():
         return "its attention does not go through AttentionInterface of transformers"
     before = _implementations(model.config)
@@ -387,9 +399,10 @@ def _tried(model: Any, called: nn.Module) -> str:
 
 
 def _implementations(config: Any, text: str | None = None) -> dict[str, Any]:
-    """Return what a config and its parts have, as set_attn_implementation takes it; `text`: in place of the text's.
+    """Return the implementations of a config and its parts, in the form of set_attn_implementation.
 
-    The configs that hold the text's get `text` too: some models make the masks by theirs.
+    text: replaces the implementation of the text model and of the configs that hold it: some models make the masks by
+    the outer one.
     """
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     of_text = config.get_text_config()
@@ -405,7 +418,7 @@ def _implementations(config: Any, text: str | None = None) -> dict[str, Any]:
 
 @torch.no_grad()
 def _compared(model: Any, called: nn.Module) -> str:
-    """Compare the samples (0, 1) and (0, 2), folded, with the second one alone."""
+    """Compare the samples (0, 1) and (0, 2), folded, with the second one alone. Returns "", or the difference."""
     device = next(model.parameters()).device
 
     def run(ids: list[int], positions: list[int], **more: Any) -> Tensor:

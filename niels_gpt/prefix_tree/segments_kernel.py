@@ -1,7 +1,7 @@
-"""Attention by the steps of a plan: by torch's flash kernel for CPUs, or block by block through autograd.
+"""Runs the steps of an attention plan: by torch's flash kernel for CPUs, or block by block through autograd.
 
-Each step computes a part of the softmax. Parts are merged by their log-sum-exps. With the merged output and log-sum-exp
-the backward of the kernel gives the exact gradients of each part, so that no probabilities are stored.
+Each step computes the softmax over its own keys, and its log-sum-exp. Two results a, b of a query are merged exactly:
+lse = log(exp(lse_a) + exp(lse_b)), out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from niels_gpt.prefix_tree.segments_plan import Plan, Step
+from niels_gpt.prefix_tree.segments_plan import AttentionPlan, Step
 
 _ARGUMENTS = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
 _OF_BACKWARD = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal", "attn_mask", "scale")
@@ -22,7 +22,7 @@ _OF_BACKWARD = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropou
 
 @cache
 def has_kernel() -> bool:
-    """Return whether this torch has the kernel, a private operator, with the arguments that are used here."""
+    """Return whether this torch has the kernel, a private operator, with the arguments that this module passes."""
     for name, expected in (("", _ARGUMENTS), ("_backward", _OF_BACKWARD)):
         operator = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
         if operator is None or tuple(each.name for each in operator.default._schema.arguments) != expected:
@@ -30,8 +30,8 @@ def has_kernel() -> bool:
     return True
 
 
-def for_kernel(plan: Plan, dtype: torch.dtype) -> Plan:
-    """Return a plan with masks as the kernel takes them: [1, 1, Q, K], added to the scores."""
+def for_kernel(plan: AttentionPlan, dtype: torch.dtype) -> AttentionPlan:
+    """Return the plan with masks for the kernel: of `dtype`, [1, 1, Q, K], 0 or -inf, added to the scores."""
 
     def added(step: Step) -> Step:
         if step.mask is None:
@@ -40,18 +40,18 @@ def for_kernel(plan: Plan, dtype: torch.dtype) -> Plan:
             mask=torch.zeros(step.mask.shape, dtype=dtype).masked_fill_(~step.mask, -torch.inf)[None, None]
         )
 
-    return Plan([added(step) for step in plan.own], plan.above)
+    return AttentionPlan([added(step) for step in plan.own], plan.above)
 
 
 class FlashSegments(torch.autograd.Function):
     """Attention of query [T, H, D] over key and value [T, Hk, D], H a multiple of Hk, on a CPU; returns [T, H, D].
 
-    The plan is one of `for_kernel`.
+    The plan must come from `for_kernel`.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
-        """Run the steps and merge them."""
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+        """Run the squares, then merge the rectangles into them."""
         keys, values = (_repeated(each, query.shape[1]) for each in (key, value))
         exact = torch.promote_types(query.dtype, torch.float32)  # bfloat16 is too coarse to add up in
         out = torch.empty(query.shape, dtype=exact)
@@ -63,6 +63,7 @@ class FlashSegments(torch.autograd.Function):
         for step in plan.above:
             part, of_part = _forward(query, keys, values, step, scale)
             into, total = _at(out, step), _at(lse[..., None], step)[..., 0]
+            # exp(of_part - merged) is sigmoid(of_part - total): the weight of the part, without an overflow.
             into.lerp_(part.to(exact), torch.sigmoid(of_part - total)[..., None])
             total.copy_(torch.logaddexp(total, of_part))
         out = out.to(query.dtype)
@@ -72,7 +73,11 @@ class FlashSegments(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Add up the gradients of the steps."""
+        """Add up the gradients of the steps.
+
+        The kernel's backward recomputes the probabilities as exp(score - lse). It gets the merged output and lse in
+        place of its own, so a step's probabilities are shares of the whole softmax, and its gradients are exact.
+        """
         query, key, value, out, lse = ctx.saved_tensors
         keys, values = (_repeated(each, query.shape[1]) for each in (key, value))
         grad = grad.contiguous()
@@ -97,19 +102,19 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    plan: Plan,
+    plan: AttentionPlan,
     scale: float,
     *,
     dropout: float = 0.0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the same for any device, dtype and value size, block by block through autograd.
+    """Compute the attention of `FlashSegments` for any device, dtype and value size, block by block through autograd.
 
-    The backward computes each block again, as the keys and weights of all blocks would be T x T values.
+    The backward pass recomputes each block: the keys and weights of all blocks would be T x T values.
 
-    plan: of short nodes only (`Segments.blocks`). dropout: rate, drawn for each block. softcap: scores become
-    tanh(score / softcap) * softcap. sinks: [H] scores of a key without a value, which every query sees.
+    plan: from `Segments.blocks`: each row in one block. dropout: rate, drawn for each block. softcap: scores become
+    tanh(score / softcap) * softcap. sinks: [H], the score of a key without a value that every query sees.
     """
     above = {step.start: step for step in plan.above}
 
@@ -138,9 +143,10 @@ def attend(
 
 
 def probabilities(scores: Tensor, seen: Tensor | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    """Return the softmax of scores [..., H, Q, K] over keys, in float32 at least; `seen`: bool, or added to scores.
+    """Return the softmax of scores [..., H, Q, K] over keys, in float32 at least.
 
-    A query that sees no key, as in the padding of a batch, sees all of them equally, and not NaN.
+    seen: bool, True where a query sees a key; or a number added to each score. A query that sees no key, as in the
+    padding of a batch, gets equal weights and no NaN.
     """
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if softcap is not None:
@@ -173,12 +179,12 @@ def _parts(rows: Tensor, step: Step) -> Tensor:
 
 
 def _at(rows: Tensor, step: Step) -> Tensor:
-    """Return the view of a step's queries, of any [T, H, D]."""
+    """Return a view [batch, H, rows, D] of the rows of a step in a tensor [T, H, D]."""
     return _parts(rows[step.start : step.end], step)
 
 
 def _add(total: Tensor, step: Step, part: Tensor) -> None:
-    """Add a part [batch, H, keys, D] to the rows of a step's keys, each of them once."""
+    """Add a part [batch, H, keys, D] to the rows of a step's keys."""
     rows = part.transpose(1, 2).flatten(0, 1)
     if isinstance(step.keys, slice):
         total[step.keys] += rows

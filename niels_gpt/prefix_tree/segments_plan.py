@@ -1,10 +1,12 @@
-"""Which queries meet which keys: the attention of a folded row as few calls, none of them T x T.
+"""Plans the attention of a folded row as few calls, none of them T x T.
 
-In pre-order the rows that see a row are contiguous, so a node is a causal square of its own rows, and one full
-rectangle of the rows below it: `[node's end, subtree's end) x node`. That is a call for each node, too many where nodes
-are short. So nodes shorter than BLOCK are taken together: up to BLOCK neighbouring rows are one square with a mask, and
-the keys that they see in short nodes above are gathered: one rectangle for each square, whatever the tree looks like.
-With a sliding window all rows are taken so, and keys outside the window are left out.
+    square      rows of a node as queries and keys, causal; or a block: up to BLOCK neighbouring rows, with a mask
+    rectangle   rows as queries, and keys above them that all of these rows see; no mask
+
+In pre-order the rows that see a row are contiguous, so a node needs one square for its own rows and one rectangle for
+the rows below it: `[node's end, subtree's end) x node`. Trees of many short nodes would need as many calls. So nodes
+shorter than BLOCK share blocks, and the keys of short nodes above a block are gathered into one rectangle, whatever the
+shape of the tree. With a sliding window every row is in a block, and keys outside the window are left out.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from niels_gpt.storage.errors import TreeError
 
 Ints = npt.NDArray[np.int64]
 
-BLOCK = 64  # rows: a masked square computes pairs that nobody sees, and a call costs about as much as 2,000 pairs
-_SHORTEST_RUN = 8  # rows of leaves of equal length that are worth a call of their own
+# Rows of a block. Measured: a call costs about as much as 2,000 pairs, and a larger block computes more pairs that its
+# mask hides.
+BLOCK = 64
+_SHORTEST_RUN = 8  # tokens: neighbouring leaves of equal length, at least this long, are one batched call
 
 
 class Step(NamedTuple):
-    """One call: rows [start, end) as `batch` equal parts, the keys that they meet, and what hides some of those."""
+    """One call: rows [start, end) as `batch` equal parts, their keys, and which keys a query does not see."""
 
     start: int
     end: int
@@ -37,11 +41,11 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The calls of one attention layer: the pairs of all steps are exactly those of the mask, each once."""
+class AttentionPlan:
+    """The calls of one attention layer. Together they compute each pair of the mask once, and no other pair."""
 
-    own: list[Step]  # each row once, with itself among the keys
-    above: list[Step]  # added to these: rows that see every key of the step
+    own: list[Step]  # squares: each row once, with itself among the keys
+    above: list[Step]  # rectangles, merged into the squares
 
 
 class _Nodes(NamedTuple):
@@ -53,13 +57,14 @@ class _Nodes(NamedTuple):
 
 
 def depths(subtree_end: Ints) -> Ints:
-    """Return how many rows above a row see it: its position in every sample through it. 0 for padding."""
+    """Return how many rows before a row it sees, int64 [T]: its position in every sample through it. 0 for padding."""
     rows = np.arange(len(subtree_end))
+    # There are i rows before row i. It does not see those whose subtree ends at or before it.
     return rows - np.cumsum(np.bincount(subtree_end, minlength=len(rows) + 1))[: len(rows)]
 
 
 def check_laminar(subtree_end: Ints) -> None:
-    """Raise ValueError unless subtrees are inside each other or apart, and inside the row."""
+    """Raise TreeError (E801) unless every two subtrees are nested or disjoint, and all lie inside the row."""
     nodes, size = _nodes(subtree_end), len(subtree_end)
     if size and not (bool((subtree_end > np.arange(size)).all()) and int(subtree_end.max()) <= size):
         raise TreeError(f"subtree_end has values before their row or after row {size}; expected ends of subtrees")
@@ -75,15 +80,16 @@ def check_laminar(subtree_end: Ints) -> None:
         open_ends.append(end)
 
 
-def plan_of(subtree_end: Ints, window: int | None, block: int = BLOCK) -> Plan:
-    """Return the steps for rows of which `subtree_end[k]` is the end of those that see row k.
+def plan_of(subtree_end: Ints, window: int | None, block: int = BLOCK) -> AttentionPlan:
+    """Plan the attention of T rows.
 
-    window: a query sees a key only if its position is less than `window` above the key's.
+    subtree_end: int64 [T]; row k is seen by the rows from k to subtree_end[k]. window: a query sees a key only if its
+    position is less than `window` above the key's position. block: rows of a block.
     """
     nodes = _nodes(subtree_end)
     lengths = nodes.stops - nodes.starts
     alone = np.zeros(len(lengths), np.bool_) if window else _alone(nodes, lengths, block)
-    result = Plan([], [])
+    result = AttentionPlan([], [])
     made = _Blocks(subtree_end, depths(subtree_end), nodes, ~alone, window, result)
     at, count = 0, len(lengths)
     while at < count:
@@ -109,8 +115,9 @@ def _nodes(subtree_end: Ints) -> _Nodes:
 
 
 def _alone(nodes: _Nodes, lengths: Ints, block: int) -> npt.NDArray[np.bool_]:
-    """Return which nodes get a square of their own: long ones, and runs of leaves of equal length below long ones."""
+    """Return which nodes get a square of their own: long nodes, and runs of equally long leaves below long nodes."""
     long = lengths >= block
+    # Leaves of a run must have no short node above: its keys would be gathered again for each leaf.
     short_rows = np.where(long, 0, lengths)
     closed = np.zeros(int(nodes.stops[-1]) + 1, np.int64)
     np.add.at(closed, nodes.ends, short_rows)
@@ -131,17 +138,19 @@ class _Blocks:
         nodes: _Nodes,
         short: npt.NDArray[np.bool_],
         window: int | None,
-        into: Plan,
+        into: AttentionPlan,
     ) -> None:
         self.ends, self.positions, self.nodes, self.window, self.into = subtree_end, positions, nodes, window, into
         self.starts = nodes.starts[short]  # of the nodes whose keys are gathered
         self.stops = nodes.stops[short]
         self.subtrees = nodes.ends[short]
-        self.open: Ints = np.empty(0, np.int64)  # of these nodes, those that the last row asked for sees
-        self.past = 0  # nodes before that row
+        # State of `_seen_above`, which walks down the row once: the short nodes that the last asked row sees, and how
+        # many short nodes begin before it.
+        self.open: Ints = np.empty(0, np.int64)
+        self.past = 0
 
     def squares(self, first: int, to: int) -> None:
-        """Add nodes of equal length: their own squares at once, and their rectangles."""
+        """Add nodes of equal length: their squares as one batched step, and their rectangles."""
         start, end = int(self.nodes.starts[first]), int(self.nodes.stops[to - 1])
         self.into.own.append(Step(start, end, slice(start, end), batch=to - first, causal=True))
         for node in range(first, to):
@@ -151,7 +160,7 @@ class _Blocks:
                 self.into.above.append(Step(stop, end, slice(start, stop)))
 
     def blocks(self, start: int, end: int, block: int) -> None:
-        """Add the rows of neighbouring short nodes, some at a time."""
+        """Add the rows of neighbouring short nodes in blocks of at most `block` rows."""
         while start < end:
             to = min(start + block, end)
             keys = self._seen_above(start)
@@ -171,7 +180,7 @@ class _Blocks:
             start = to
 
     def _seen_above(self, row: int) -> Ints:
-        """Return the rows of short nodes before a row that it sees; rows are asked for in their order."""
+        """Return the rows of short nodes above a row that it sees. Must be asked in the order of the rows."""
         past = int(np.searchsorted(self.starts, row))
         near = np.append(self.open, np.arange(self.past, past))
         self.open, self.past = near[self.subtrees[near] > row], past

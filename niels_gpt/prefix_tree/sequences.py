@@ -1,4 +1,4 @@
-"""Token ids and message trees as callers have them -> one int64 array with offsets, or an error that says where.
+"""Turns a caller's token ids into one int64 array with offsets, or into an error that names the place.
 
 Ids may be lists, tuples, arrays or tensors. A message tree, such as OASST1's, becomes the sequences of its threads.
 """
@@ -28,11 +28,11 @@ def concatenated(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the ids of all sequences in one array, and the offsets [len(sequences) + 1] where each begins.
 
-    what: the name of a sequence in errors. first: the name of the first one, if it differs; that one may be empty.
+    what: the name of a sequence in errors. first: another name for the first one, which may then be empty.
 
     Raises:
-        ValueError: there is no sequence, one is empty, or an id is not from 0 to MAX_ID.
-        TypeError: something is not a sequence of integers.
+        TreeError (E801): there is no sequence, one is empty, or an id is not from 0 to MAX_ID.
+        TreeTypeError (E801): something is not a sequence of integers.
     """
     sequences, skipped = list(sequences), int(first is not None)
     if len(sequences) <= skipped:
@@ -96,7 +96,7 @@ def masks(loss_mask: Iterable[Any] | None, offsets: npt.NDArray[np.int64]) -> np
     """Return one bool for each token of the sequences that begin at offsets: the masks, or True for all.
 
     Raises:
-        ValueError: masks and sequences differ in number or length, or a mask holds something other than 0 and 1.
+        TreeError (E801): masks and sequences differ in number or length, or a mask has values other than 0 and 1.
     """
     if loss_mask is None:
         return np.ones(int(offsets[-1]), dtype=np.bool_)
@@ -134,7 +134,7 @@ class _Encoded(NamedTuple):
 
 
 def threads(tree: Message, encode: Encode, counters: Counter[str]) -> Iterator[Thread]:
-    """Yield the thread to every message that has a target and has none below it, in the order of the replies.
+    """Yield the thread to each message with a target but none below it, in the order of the replies.
 
     So every target is in a thread, and no thread is a part of another. `PrefixForest.from_message_tree` describes the
     arguments. Each message is encoded once.

@@ -1,7 +1,6 @@
-"""Tree rows: a forest as the batch of TRL's AsyncGRPOTrainer (1.16 or newer), and such a batch as a forest.
+"""Tree rows: a forest as the batch of TRL's AsyncGRPOTrainer (1.16 or newer).
 
     row = tree_row(forest, edges, old_logprobs=old, advantages=advantages)   # the keys of TRL's TreeRow.pack()
-    forest, edges = from_tree_row(row)
 
 A row has N tokens in S segments, the nodes of a tree in depth-first order, and M terms, the supervised tokens:
 
@@ -16,9 +15,15 @@ A row has N tokens in S segments, the nodes of a tree in depth-first order, and 
 Attention by FlashAttention's varlen call (TRL's `tree_fa3`), recurrent layers under tree-recurrence, and the attention
 "prefix_tree" of this package read the keys that begin with tree_.
 
-One label a row: TRL's loss reads the log-prob of a row's label, so a row can predict one token. TRL's own rows fork one
-token before samples differ, everywhere. Here only the rows fork early that have several targets, which is never more
-tokens; a loss that reads its targets from LossEdges needs no fork at all (one_label=False).
+TRL's loss reads the log-prob of one label a row, so a row can predict one token. TRL's own rows therefore fork early,
+one token before samples differ:
+
+    samples 1 2 10, 1 2 20      at the token: 1 2 (10, 20)      early: 1 (2 10, 2 20)
+
+Here a row forks early only where it has several targets, which is never more tokens. A loss that reads its targets from
+LossEdges needs no early fork (one_label=False).
+
+Such a row says neither where a sample ends nor its tokens after the last target, so no function reads it back.
 """
 
 from __future__ import annotations
@@ -54,16 +59,16 @@ def tree_row(
 
     Args:
         edges: LossEdges.from_forest(forest). Their weights are not part of a row.
-        fork_early: TRL's own layout: the row is equal to `TreeRow().add(...)...pack()` of the same samples in order,
-            also for a forest of `joined`, whose trees share nothing: the row shares every prefix.
-        one_label: False: the forest's own rows, none more. The row then has no `shift_labels`, without which TRL's loss
-            stops: rows at branches have several targets, which `edge_logprobs(hidden, edges, head)` reads from edges.
+        fork_early: TRL's own layout: the row equals `TreeRow().add(...)...pack()` of the same samples in order. It
+            shares every prefix, also between the trees of a `joined` forest, which share nothing.
+        one_label: False keeps the rows of the forest. Such a row has no `shift_labels`, which TRL's loss needs: rows at
+            branches have several targets, and `edge_logprobs(hidden, edges, head)` reads them from edges.
         old_logprobs, advantages: in any form that `edges.field` takes. Default: the row has no such key.
         segment_parents: add `tree_segment_parents` and `tree_segment_depths`, int64 [S], which tree-recurrence would
             otherwise derive: a segment's parent, -1 for a root, and how many segments are above it.
 
     Raises:
-        ValueError: the edges are not the forest's, a field does not fit, or fork_early is asked for without one_label.
+        TreeError (E801): the edges belong to another forest, a field does not fit, or fork_early without one_label.
     """
     if fork_early and not one_label:
         raise TreeError("fork_early=True is a layout with one label a row; expected one_label=True with it")
@@ -97,7 +102,7 @@ def tree_row(
 def _layout(
     forest: PrefixForest, edges: LossEdges, ids: Ints, offsets: Ints, fork_early: bool, one_label: bool
 ) -> Layout:
-    """Return the layout of a row, whose `source` refers to ids, those of the samples."""
+    """Return the layout of a row. Its `source` is an index into ids, the tokens of all samples."""
     names = ("node_starts", "node_lengths", "node_parents", "sample_ends")
     starts, lengths, parents, ends = (getattr(forest, name).numpy(force=True) for name in names)
     size = forest.num_tokens
@@ -116,7 +121,7 @@ def _layout(
 
 
 def _several_targets(ids: Ints, starts: Ints, parents: Ints, edges: LossEdges) -> Any:
-    """Return for each node whether its last row has several targets: bool [N]."""
+    """Return whether the last row of each node has several targets: bool [N]."""
     row, target = edges.row.numpy(force=True), edges.target.numpy(force=True)
     again = np.flatnonzero(row[1:] == row[:-1])  # edges are in the order of their rows
     found = np.zeros(len(starts), dtype=np.bool_)
@@ -140,7 +145,7 @@ def _attention_keys(layout: Layout) -> dict[str, Any]:
 
 
 def _parent_keys(parents: Ints) -> dict[str, Any]:
-    """Return the keys that name the tree itself: the parent of each segment, and how many segments are above it."""
+    """Return the keys of the tree itself: the parent of each segment, and the number of segments above it."""
     levels: list[int] = []
     for parent in parents.tolist():
         levels.append(0 if parent < 0 else levels[parent] + 1)
@@ -154,7 +159,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 def first_samples(parents: Ints, ends: Ints) -> Ints:
-    """Return for each node of a pre-order the first sample through it: [N]; the number of samples where none is."""
+    """Return the first sample through each node of a pre-order: [N]; S where there is none."""
     first = np.full(len(parents), len(ends), dtype=np.int64)
     np.minimum.at(first, ends, np.arange(len(ends)))
     found, above = first.tolist(), parents.tolist()
@@ -166,16 +171,19 @@ def first_samples(parents: Ints, ends: Ints) -> Ints:
 
 
 def forked_early(layout: Layout, forks: Bools, offsets: Ints, *, by_sample: bool) -> Tree:
-    """Return the tree in which some nodes fork early, as runs of the samples' ids.
+    """Return the tree in which some nodes fork early. Its `starts` are indices into the ids of all samples.
+
+    The last token of such a node moves into each of its children; a sample that ends at the node gets a leaf with that
+    token. Linear in nodes: tokens are not touched.
 
     Args:
         layout: each node is on the path of a sample.
-        forks: [N] the nodes that fork early, none a leaf.
-        offsets: [S + 1] where the ids of each sample begin in the array that the result's `starts` refer to.
-        by_sample: siblings are in the order of the samples that add them; else in that of the layout, a leaf first.
+        forks: bool [N], the nodes that fork early, none a leaf.
+        offsets: [S + 1], where the ids of each sample begin.
+        by_sample: order siblings by the samples that add them; otherwise as in the layout, a leaf first.
     """
     parents, first, depths = layout.parents, first_samples(layout.parents, layout.ends), layout.depths[layout.starts]
-    moved = np.append(forks, False)[parents]  # nodes that get the last token of their parent; -1 is the appended one
+    moved = np.append(forks, False)[parents]  # nodes that get the last token of their parent; a root reads the False
     lengths = layout.lengths - forks + moved
     kept = lengths > 0
     parents = np.where(np.append(kept, True)[parents], parents, np.append(parents, -1)[parents])
@@ -199,9 +207,9 @@ def forked_early(layout: Layout, forks: Bools, offsets: Ints, *, by_sample: bool
 
 
 def at_the_token(layout: Layout, first_ids: Ints, ids: Ints, offsets: Ints) -> Layout:
-    """Return the layout if it forks at the token, shares all that can be shared and splits nothing else; or such a one.
+    """Return the layout of the samples' radix tree: the given one if it is that, else a new one.
 
-    first_ids: [N] the first token of each node. ids: those of the samples, one after another, which begin at offsets.
+    first_ids: [N], the first token of each node. ids: the tokens of all samples; a sample begins at its offset.
     """
     siblings = len(np.unique(layout.parents * (int(first_ids.max()) + 1) + first_ids))
     children = np.bincount(layout.parents[layout.parents >= 0], minlength=len(layout.parents))

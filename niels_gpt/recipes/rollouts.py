@@ -34,20 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 def recorded_groups(groups: Iterable[SequenceGroup]) -> Iterator[RolloutGroup]:
-    """Yield recorded groups in the builder's form."""
-    for group in groups:
-        samples = [
-            Rollout(each.ids, each.prompt_length, each.loss_mask, each.logprobs, each.advantage, each.reward)
-            for each in group.samples
-        ]
-        yield RolloutGroup(source_id(group), samples)
+    """Yield recorded groups in the builder's form, by their names in the source."""
+    return (RolloutGroup(source_id(group), group.samples) for group in groups)
 
 
 def tree_groups(threads: Iterable[ChatSample], encoder: TextEncoder, counters: Counter[str]) -> Iterator[RolloutGroup]:
     """Yield the threads of each tree as a group; threads of one tree come one after another.
 
-    counters: count each thread that is dropped for a special token in one of its messages, and what is repaired or odd
-        in a message.
+    counters: receives threads dropped for a special token in a message, and repairs and odd signs of messages.
     Raises: ValueError for a text with a special token where encoder.on_special is "raise"; TextError for a text that
         cannot be encoded.
     """
@@ -56,6 +50,7 @@ def tree_groups(threads: Iterable[ChatSample], encoder: TextEncoder, counters: C
 
 
 def _encoded(threads: Sequence[ChatSample], encoder: TextEncoder, counters: Counter[str]) -> Iterator[Rollout]:
+    """Yield the threads of one tree. Each message is encoded once, so that the threads share ids."""
     special = encoder.tokenizer.special_token_ids()
     messages = {
         name: message
@@ -101,7 +96,7 @@ class Rollouts(Family):
         return [(None, found.rollouts(**how))]
 
     def build(self, request: Request, job: Job) -> dict[str, Any]:
-        """As Family; progress receives groups, tokens of their sequences, and None. Raises: as `build_rollouts`."""
+        """Build rollouts/NAME. progress gets groups, tokens of their sequences, and None."""
         from niels_gpt.prefix_tree.rollouts.build import build_rollouts
 
         return build_rollouts(
@@ -152,7 +147,7 @@ class TreeCaches(Family):
         return True
 
     def build(self, request: Request, job: Job) -> dict[str, Any]:
-        """As Family; progress receives groups, tokens of their sequences, and None. Raises: as `build_rollouts`."""
+        """Build trees/NAME. progress gets groups, tokens of their sequences, and None."""
         from niels_gpt.prefix_tree.rollouts.build import build_rollouts
         from niels_gpt.tokenizers.engine import open_engine
 

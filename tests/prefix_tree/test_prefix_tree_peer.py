@@ -51,8 +51,6 @@ def calls():
         lengths = [draw.randint(0, 4) for _ in range(nodes)]
         paths = [path_of(draw.randrange(nodes), parents) for _ in range(draw.randint(1, 6))]
         found.append(("prefix_tree", (lengths, paths), {}))
-        found.append(("varlen", (lengths,), {"causal": draw.random() < 0.5}))
-        found.append(("causal", (nodes,), {}))
     return found
 
 
@@ -82,4 +80,4 @@ def test_every_answer_is_the_peers():
     different = [(call, ours, theirs) for call, ours, theirs in pairs if not same(ours, theirs)]
     assert not different, different[0]
     assert {found[0] for found in answers} == {"ok", "raised"}
-    assert len(answers) > 1200
+    assert len(answers) > 800

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from niels_gpt.data.files.text import MISSING_FIELD, TOO_LARGE, says_nothing
-from niels_gpt.data.types import SampledSequence
+from niels_gpt.documents import Rollout
 from niels_gpt.storage.errors import SourceError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class NotRolloutsError(SourceError):
         """The odd value, for messages; "" if the row has no known form."""
 
 
-def samples_of(row: Mapping[str, Any]) -> tuple[str | None, list[SampledSequence]]:
+def samples_of(row: Mapping[str, Any]) -> tuple[str | None, list[Rollout]]:
     """Return a row's group name, None if it has none, and its samples.
 
     Raises: NotRolloutsError "missing_field" for a row of no known form; "too_large" for a group of more than
@@ -146,7 +146,7 @@ class Behind:
         return is_own
 
 
-def tokens_of(samples: Sequence[SampledSequence], before: int = 0, where: str = "") -> int:
+def tokens_of(samples: Sequence[Rollout], before: int = 0, where: str = "") -> int:
     """Return the tokens of a group, for its limit. before: tokens of its earlier rows. where: names the row.
 
     Raises: SourceError E302 for more than MAX_GROUP_TOKENS or MAX_GROUP_SAMPLES.
@@ -168,7 +168,7 @@ def _group(value: Any) -> str | None:
     raise NotRolloutsError(MALFORMED, f"{_kind(value)} in the field group")
 
 
-def _completions(prompt: NDArray[np.int64], given: Mapping[str, Any]) -> list[SampledSequence]:
+def _completions(prompt: NDArray[np.int64], given: Mapping[str, Any]) -> list[Rollout]:
     completions = given["completions"]
     if not isinstance(completions, list) or not completions:
         raise NotRolloutsError(MALFORMED, f"{_kind(completions)} in the field completions")
@@ -204,7 +204,7 @@ def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _whole(given: Mapping[str, Any]) -> SampledSequence:
+def _whole(given: Mapping[str, Any]) -> Rollout:
     import numpy as np
 
     ids, fields = _ids(given["ids"], "ids"), _fields(given)
@@ -217,7 +217,7 @@ def _whole(given: Mapping[str, Any]) -> SampledSequence:
     return _described(ids, length, mask, fields)
 
 
-def _sample(prompt: NDArray[np.int64], fields: Mapping[str, Any], where: str) -> SampledSequence:
+def _sample(prompt: NDArray[np.int64], fields: Mapping[str, Any], where: str) -> Rollout:
     import numpy as np
 
     completion = _ids(fields["ids"], where)
@@ -230,7 +230,7 @@ def _sample(prompt: NDArray[np.int64], fields: Mapping[str, Any], where: str) ->
 
 def _described(
     ids: NDArray[np.int64], prompt_length: int, mask: NDArray[np.bool_] | None, fields: Mapping[str, Any]
-) -> SampledSequence:
+) -> Rollout:
     length = len(ids) - max(prompt_length, 0)
     logprobs = _floats(fields["logprobs"], length, "logprobs") if "logprobs" in fields else None
     advantage = fields.get("advantage")
@@ -241,7 +241,7 @@ def _described(
     reward = fields.get("reward")
     if reward is not None:
         reward = float(_floats([reward], 1, "reward")[0])
-    return SampledSequence(ids, prompt_length, mask, logprobs, advantage, reward)
+    return Rollout(ids, prompt_length, mask, logprobs, advantage, reward)
 
 
 def _ids(values: Any, name: str, *, may_be_empty: bool = False) -> NDArray[np.int64]:

@@ -231,8 +231,8 @@ def line_blocks(file: BinaryIO, limit: int, path: Path | None = None) -> Iterato
 def open_source(path: Path) -> int:
     """Open a regular file of a source and return its descriptor.
 
-    Raises: FileNotFoundError E301 if it does not exist; NotRegularError if it is no regular file; SourceError E302 if
-        it is mostly holes.
+    Raises: FileNotFoundError E301 if it does not exist; NotRegularError E205 if it is no regular file; SourceError
+        E302 if it is mostly holes.
     """
     with errors_as("E301"):
         handle = open_for_reading(path, follow_links=True)

@@ -1,6 +1,6 @@
 """Builds a rollout cache: groups of samples -> tokens, loss bits, fields, index, meta.json. A killed build resumes.
 
-Decides which group goes to val and what is counted. The engine is that of the other caches, without its encoder.
+Decides which group goes to val, and the counts of meta.json. Runs on the engine of the other caches, without encoder.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _BY_ID = (
 )
 SPLIT_RULE = f"{_BY_ID}where that would leave a split without a group, the nearest one goes there, to train first"
 IN_PARTITIONS = {SPLIT_RULE: f"{_BY_ID}none is moved where that leaves a split without a group"}
-"""What a partition does instead: it does not know the groups of the others."""
+"""The rule of a partition, which does not know the groups of the others."""
 LAST_IDS = "index/last_ids.bin"
-"""In a partition: the last id of each sample. Which one is the most frequent is known of all together."""
+"""In a partition: the last id of each sample. `join` finds the most frequent one of all partitions."""
 LAST_ID = np.dtype("<u4")
 _FILES: dict[str, str | None] = {
     **{file_of(split, name): file_of(split, name) for split in SPLITS for name in ("tokens", "loss", *FIELDS)},
@@ -71,7 +71,7 @@ _LAST = "last_ids.bin"
 
 @dataclass(frozen=True)
 class _GroupKind(ItemKind[RolloutGroup]):
-    """How the engine reads a group."""
+    """Tells the engine the size and the digest of a group."""
 
     vocab_size: int | None = None
 
@@ -80,11 +80,11 @@ class _GroupKind(ItemKind[RolloutGroup]):
         return sum(8 * len(each.ids) if hasattr(each.ids, "__len__") else 1 for each in item.samples)
 
     def digests(self, items: Sequence[RolloutGroup], encoder: Any) -> list[bytes]:
-        """Return the digests that tell whether groups have changed."""
+        """Return the digests of groups: another digest means a changed group."""
         return [_digest(group.id, self.samples(group)) for group in items]
 
     def samples(self, group: RolloutGroup) -> list[Sample | str]:
-        """Return the samples of a group, or why they are dropped."""
+        """Return the samples of a group as arrays, or the reason to drop each."""
         return [checked(rollout, self.vocab_size) for rollout in group.samples]
 
 
@@ -110,16 +110,17 @@ def build_rollouts(
     """Build the cache and commit it at `path`; returns its meta. A killed build resumes.
 
     groups: the samples of each prompt or tree. A sample that `records.checked` refuses is dropped and counted in meta
-        `dropped`, and so is a group of which no sample is left (`groups_without_sample`). Every kept sample has the
-        fields of the first one.
+        `dropped`; so is a group without a kept sample (`groups_without_sample`). All kept samples must have the fields
+        of the first one.
     source, checkpoint_seconds, partition, plan, committed: as for `build_sft`. seed: decides with val_frac which
         groups go to val.
-    vocab_size: of the model; larger ids are dropped, and ids below 65,536 take two bytes. None: the tokenizer's, or
-        without one any id below 2**31, of four bytes.
-    tokenizer: that the ids are of, if it is known.
-    progress: called with the groups that were read, and the tokens of the kept samples.
-    Raises: ValueError for bad arguments, samples of different fields, and if no group is left for train; CacheError and
-        RuntimeError as `build_sft`.
+    vocab_size: of the model. Samples with ids of this number or more are dropped. Up to 65,536 a token takes two bytes.
+        None: the tokenizer's; without a tokenizer, 2**31 and four bytes.
+    tokenizer: produced the ids; None if unknown.
+    progress: called with the number of groups read and of tokens kept.
+
+    Raises: ValueError for bad arguments; SourceError (a ValueError, E304) for samples with different fields;
+        NoTextError (a ValueError) if no group is left for train; CacheError and RuntimeError as `build_sft`.
     """
     if not 0 <= val_frac < 1:
         raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
@@ -208,7 +209,7 @@ class _Groups:
         return Waiting(item.id.encode(errors="surrogatepass") if kept else None, self.kind.size(item))
 
     def warn(self, out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
-        """Log what is odd about a cache that was just built."""
+        """Log the signs of odd data in a new cache."""
         warn_of_signals(out_dir, meta)
 
     def add(self, batch: Batch[RolloutGroup], encoded: None) -> list[bytes]:
@@ -241,7 +242,7 @@ class _Groups:
         self._append("val" if in_val else "train", name, samples)
 
     def _look(self, sample: Sample, place: str) -> None:
-        """Count what is odd about a sample that is kept, and take its values into the ranges of the fields."""
+        """Count the signs of a kept sample, and take its values into the ranges of the fields."""
         self._odd.note(odd_in_sample(sample), place)
         for field, values in sample.fields.items():
             exact = values.astype(np.float64)
@@ -253,7 +254,7 @@ class _Groups:
         self._last_ids[str(sample.ids[-1])] += 1
 
     def _noticed(self) -> dict[str, Any]:
-        """Return the keys of meta.json for what is odd, and for the ranges of the fields."""
+        """Return the keys of meta.json for signs of odd data, and for the ranges of the fields."""
         self._odd[REPEATED_GROUP] = sum(  # groups of one id are in one split
             count_repeated_lines(self._build.path_of(f"{split}_ids.txt"), self._sums[split]["groups"])
             for split in SPLITS
@@ -275,7 +276,7 @@ class _Groups:
         }
 
     def _check_fields(self, sample: Sample, group: str, number: int) -> None:
-        """Raise ValueError for a sample with other fields than the first one: a file of a field has a value of each."""
+        """Raise SourceError E304 for a sample with other fields than the first one: a field's file has all samples."""
         if not self._counts["samples_kept"]:
             self._fields = tuple(sample.fields)
         self._counts["samples_kept"] += 1
@@ -347,7 +348,7 @@ class _Groups:
 
 
 def _digest(name: str, samples: Iterable[Sample | str]) -> bytes:
-    """Return the digest of all of a group that enters a cache; of a dropped sample, that is why."""
+    """Return the digest of a group's id and samples; a dropped sample enters by the reason."""
     hashed = sha256(name.encode(errors="surrogatepass"))
     for sample in samples:
         if isinstance(sample, str):

@@ -1,6 +1,6 @@
-"""How units of a rollout cache become one cache: files end to end, and the places in its index counted on.
+"""Joins the units of a rollout cache: their files end to end, and the places in their indexes counted on.
 
-Nothing of it mends a damaged file of such a cache: it is built again as a whole.
+A damaged file of a joined cache cannot be mended: the cache is built again as a whole.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ Meta = dict[str, Any]
 
 
 class _Part(NamedTuple):
-    """What is kept of a unit while the files of all are streamed."""
+    """A unit's folder, fields and sizes, for the streaming of its files."""
 
     folder: Path
     fields: tuple[str, ...]
     sizes: dict[str, dict[str, int]]
-    """By split: groups, samples, stored tokens, scores, and bytes of loss bits and ids."""
+    """By split: numbers of groups, samples, stored tokens and scores, and bytes of loss bits and ids."""
 
 
 def join(work: Path, plan: PartitionPlan, source: Source, units: Iterator[tuple[Path, Meta]]) -> Meta:
     """Write all files of the cache and meta.json to `work`; returns the meta. See `UnitKind.join`.
 
-    Raises: NoTextError without a group for train; SourceError E304 for units with other fields; CacheError E510 for an
-        index that is not of its unit.
+    Raises: NoTextError without a group for train; SourceError E304 for units with different fields; CacheError E510 for
+        an index that does not belong to its unit.
     """
     parts, ranges, largest = list[_Part](), dict[str, list[float]](), 0
 
@@ -103,7 +103,7 @@ def join(work: Path, plan: PartitionPlan, source: Source, units: Iterator[tuple[
 
 
 def check_receipt(meta: Meta) -> None:
-    """Raise an error where a receipt has what `join` cannot take: it reads files by the names of a build of ours."""
+    """Raise CacheError for a receipt that `join` cannot take: it reads files by the names that a build gives."""
     fields = tuple(name for name in FIELDS if name in meta["fields"])
     if meta["fields"] != {name: per(name) for name in fields}:
         raise wrong_value(META_NAME, "fields", meta["fields"], f"some of {', '.join(FIELDS)}, with token or sample")
@@ -130,7 +130,7 @@ def check_receipt(meta: Meta) -> None:
 
 
 def warn_of_whole(path: Path, meta: Meta) -> None:
-    """Log what no unit can know: a share of val far from the one asked for, odd samples, an empty val."""
+    """Log the signs of odd data in the whole cache: a wrong share of val, odd samples, an empty val."""
     warn_of_share(path, meta)
     warn_of_signals(path, meta)
     warn_of_empty_val(path, meta, meta["totals"]["train_groups"] - meta["noticed"].get(REPEATED_GROUP, 0), "groups")
@@ -152,7 +152,7 @@ def _part(folder: Path, meta: Meta) -> _Part:
 
 
 def _fields_of(parts: Sequence[_Part]) -> tuple[str, ...]:
-    """Return the fields of all samples. Raises: SourceError E304 for units that differ in them."""
+    """Return the fields of all samples. Raises: SourceError E304 for units with different fields."""
     found: dict[tuple[str, ...], int] = {}
     for number, part in enumerate(parts):
         if any(part.sizes[split]["samples"] for split in SPLITS):
@@ -164,7 +164,7 @@ def _fields_of(parts: Sequence[_Part]) -> tuple[str, ...]:
 
 
 def _take_ranges(ranges: dict[str, list[float]], meta: Meta) -> None:
-    """Add the least, the most, the sum and the number of the values of each field. Raises an error for a bad range."""
+    """Add the least, the most, the sum and the number of the values of each field. Raises for a wrong range."""
     for name, of in meta.get("ranges", {}).items():
         if name not in meta["fields"]:
             raise wrong_value(META_NAME, "ranges", name, "fields of its samples")
@@ -225,7 +225,7 @@ def _streamed(work: Path, parts: Sequence[_Part], fields: Sequence[str], known: 
         return sum(part.sizes[split][key] for part in parts)
 
     def joined(split: str, name: str, of: str, size: int) -> Meta:
-        """Write a file that has `size` bytes for each `of` a unit's sizes; a unit without any has no such file."""
+        """Join the files `name`, of `size` bytes for each of the `of` in a unit's sizes; skips units without any."""
         name = file_of(split, name)
         some = ((part.folder / name, size * part.sizes[split][of]) for part in parts if part.sizes[split][of])
         return write_whole(work, name, (block for each in some for block in whole(*each)), crcs)
@@ -261,7 +261,7 @@ def _rows(parts: Sequence[_Part], split: str, table: str, columns: int, entries:
 
 
 def _notice(work: Path, parts: Sequence[_Part], sums: Sums) -> None:
-    """Set the counts in `noticed` that no unit knows."""
+    """Set the counts in `noticed` that need the samples of all units."""
     totals, noticed, last_ids = sums.counts["totals"], sums.counts["noticed"], Counter[int]()
     samples = sum(totals[f"{split}_samples"] for split in SPLITS)
     for part in parts:

@@ -1,4 +1,4 @@
-"""The kind of rollout caches: groups of samples that share prompts, as data/rollouts or trees of messages give them."""
+"""The kind of rollout caches: groups of samples that share prompts, from recorded rollouts or trees of messages."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class RolloutsKind(Kind):
         return partition_sums(cache.meta)
 
     def last_look(self, files: FileChecks, limits: Limits) -> Iterator[Finding]:
-        """Yield what the reader refuses; where a file is damaged, its groups are not judged."""
+        """Yield the reader's refusals; groups of a damaged file are not judged."""
         return _problems(files.folder, Figures(), deep=limits.deep)
 
     def held(self, meta: Mapping[str, Any]) -> Held:
@@ -226,11 +226,11 @@ class RolloutsKind(Kind):
         return Held(counts, loss=sum(loss.values()) if isinstance(loss, dict) else None)
 
     def stats(self, cache: Cache, progress: Any = None) -> Rows:
-        """Return lengths, sizes of groups and what folding saves."""
+        """Return lengths, sizes of groups and savings by folding."""
         return _rows(cache)
 
     def stats_data(self, cache: Cache, progress: Any = None) -> dict[str, Any]:
-        """Return the same, ready for JSON."""
+        """Return the figures of `stats`, ready for JSON."""
         sizes: dict[str, Any] = {"sample_tokens": dict.fromkeys(SPLITS), "group_samples": dict.fromkeys(SPLITS)}
         for split in SPLITS:
             if cache.meta["totals"][f"{split}_groups"]:
@@ -262,7 +262,7 @@ class RolloutsKind(Kind):
     def show_data(
         self, cache: Cache, tokenizer: FullTokenizer | None, *, split: str, at: int, tokens: int | None
     ) -> dict[str, Any]:
-        """Return the same, ready for JSON. tokens: the most of each sample whose text is wanted; None: all."""
+        """Return the group of `show`, ready for JSON. tokens: the most ids and text of each sample; None: all."""
         data, samples, found = _group(cache, split, at)
         return found | {"samples": [_sample_data(data, sample, tokens, tokenizer) for sample in samples]}
 
@@ -285,7 +285,7 @@ class RolloutsKind(Kind):
     def locate_data(
         self, cache: Cache, tokenizer: FullTokenizer | None, *, split: str, position: int, tokens: int | None
     ) -> dict[str, Any]:
-        """Return the same, ready for JSON. tokens: as in `show_data`."""
+        """Return the place of `locate`, ready for JSON. tokens: the most ids and text of the sample; None: all."""
         data, sample, found = _located(cache, split, position)
         return found | {"sample": _sample_data(data, sample, tokens, tokenizer)}
 
@@ -309,7 +309,7 @@ class RolloutsKind(Kind):
         return (str(data.id(number)).encode("unicode_escape") for number in range(len(data)))
 
     def rows(self, cache: Cache, split: str) -> Iterator[dict[str, Any]]:
-        """Yield a row for each sample, in a form that `build --rollouts` reads: data/files/rollouts.py has it."""
+        """Yield a row for each sample in the form `ids` of data/files/rollouts.py, for `build --rollouts`."""
         from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 
         data = RolloutDataset(cache.folder, split, check="blocks")
@@ -323,11 +323,11 @@ class RolloutsKind(Kind):
                 yield row | {of: values if of in PER_TOKEN else float(values[0]) for of, values in fields}
 
     def plot(self, cache: Cache, name: str) -> bytes:
-        """Return a PNG of what folding saves."""
+        """Return a PNG of the savings by folding."""
         return _picture(cache, name)
 
     def more_results(self, cache: Cache) -> dict[str, Any]:
-        """Return by which factors folding makes tokens and attention pairs fewer."""
+        """Return the factors by which folding reduces tokens and attention pairs."""
         meta, tokens = cache.meta, self.held(cache.meta).total("token")
         return {
             "folding/token_factor": round(tokens / sum(meta["tokens_after"].values()), 4),
@@ -389,7 +389,7 @@ def _split_line(cache: Cache, split: str) -> str:
 
 
 def _picture(cache: Cache, name: str) -> bytes:
-    """Return a PNG of what folding saves, by group and in all, from the index."""
+    """Return a PNG of the savings by folding, by group and in total, from the index."""
     from niels_gpt.prefix_tree.forest import SHAPE_7B, ForestStats
     from niels_gpt.prefix_tree.plot import plot
     from niels_gpt.prefix_tree.savings import Savings

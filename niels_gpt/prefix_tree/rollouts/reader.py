@@ -1,4 +1,4 @@
-"""RolloutDataset: the groups of a split, each as samples or as a forest, with the fields of their tokens.
+"""RolloutDataset: the groups of a split, each as samples or as a forest, with their fields.
 
 Opening checks meta.json, the size of every file and the whole index; reading a group checks its ids and its folding.
 """
@@ -60,10 +60,10 @@ class _Offsets(NamedTuple):
 
 
 class RolloutDataset(Reader):
-    """The groups of one split. A group's samples keep the order in which they were given.
+    """The groups of one split. The samples of a group keep the order of the build.
 
-    Versions, forks and pickles: as `niels_gpt.cache.reader.Reader`. Files are mapped, never read as a whole, but for
-    the index, which is checked in pieces.
+    It holds its version and may be forked and pickled: see `niels_gpt.cache.reader.Reader`. Files are mapped and never
+    read as a whole, except the index, which is checked in pieces.
     """
 
     kind = KIND
@@ -82,12 +82,12 @@ class RolloutDataset(Reader):
         """path: of a rollout cache, such as cache/rollouts/NAME, or of a split in it: cache/rollouts/NAME/val.
 
         split: "train" or "val"; None: what `path` says, else "train".
-        tokenizer_sha256: raise CacheError unless the ids are of this model. expect: an earlier `fingerprint`; raise
-        CacheError unless the split still has it. check: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
+        tokenizer_sha256: raise CacheError unless this tokenizer produced the ids. expect: an earlier `fingerprint`;
+        raise CacheError unless the split still has it. check: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
 
         Raises:
             FileNotFoundError: no such cache or file.
-            CacheError: a damaged cache, one of another kind, and a split without a group. It names the file.
+            CacheError: a damaged cache, a cache of another kind, or a split without a group (E204). It names the file.
             ValueError: another split or check.
         """
         self._asked = tokenizer_sha256
@@ -179,19 +179,20 @@ class RolloutDataset(Reader):
     def group(self, group: int) -> RolloutGroup:
         """Return the samples of a group, with their masks and fields; `loss_mask` is never None.
 
-        Raises: IndexError; CacheError, naming file and place, for an id outside the vocabulary.
+        Raises: IndexError; CacheError E203, naming file and place, for values that no build writes.
         """
         return RolloutGroup(self.id(group), [_rollout(sample) for sample in self.read(group)])
 
     def forest(self, group: int, samples: Sequence[int] | None = None) -> PrefixForest:
         """Return a group, or some of its samples, folded: with loss mask and prompt lengths, samples in this order.
 
-        Raises: as `group`; CacheError if it folds into another number of tokens than the index has.
+        Raises: IndexError; CacheError E203 for an id outside the vocabulary, or if the group folds into another number
+            of tokens than the index has.
         """
         return self.folded(group, self.read(group, samples), samples is None)
 
     def folded(self, group: int, samples: Sequence[Sample], is_whole: bool) -> PrefixForest:
-        """Return samples of `read` as a forest. is_whole: they are all of their group, whose size is then compared."""
+        """Return samples of `read` as a forest. is_whole: all samples of the group; compares the forest's size."""
         import torch
 
         from niels_gpt.prefix_tree.forest import PrefixForest
@@ -226,7 +227,10 @@ class RolloutDataset(Reader):
         return group, sample - int(self.groups[group, 0])
 
     def read(self, group: int, samples: Sequence[int] | None = None) -> list[Sample]:
-        """Return all samples of a group, or some of them, as arrays. Raises: as `group`."""
+        """Return all samples of a group, or some of them, as arrays.
+
+        Raises: IndexError; CacheError E203, naming file and place, for values that no build writes.
+        """
         row, at = self._group(group), self._offsets_of(group)
         first, begin = row["first_sample"], row["first_token"]
         shared = self._tokens[begin : begin + row["prefix"]]
@@ -248,7 +252,7 @@ class RolloutDataset(Reader):
         return found
 
     def _offsets_of(self, group: int) -> _Offsets:
-        """Return where the samples of a group lie; those of the last group are kept, for one that is read in parts."""
+        """Return where the samples of a group lie. Keeps the last answer: a stream reads a large group in parts."""
         if self._offsets is None or self._offsets[0] != group:
             row = self._group(group)
             lengths, prompts = self.samples[row["first_sample"] : row["first_sample"] + row["samples"], :2].T
@@ -264,7 +268,7 @@ class RolloutDataset(Reader):
         return self._offsets[1]
 
     def _mask(self, first: int, length: int) -> npt.NDArray[np.bool_]:
-        """Return the loss mask of a sample from its first bit in the file on."""
+        """Return the loss mask of a sample, bool [length]. first: its first bit in the file."""
         some = self._bits[first // 8 : (first + length + 7) // 8]
         return np.unpackbits(some, bitorder=BIT_ORDER)[first % 8 : first % 8 + length].view(np.bool_)
 
@@ -281,7 +285,7 @@ class RolloutDataset(Reader):
             raise CacheError(path, found, f"ids below {limit}", REBUILD, code="E203")
 
     def _check_sample(self, sample: Sample, targets: int, group: int, number: int) -> None:
-        """Raise CacheError unless mask and fields are as docs/formats.md has them. targets: by the index."""
+        """Raise CacheError E203 unless mask and fields are as docs/formats.md says. targets: by the index."""
         where, mask = f"sample {number} of group {group}", sample.loss_mask
         for name, values in sample.fields.items():
             if not np.isfinite(values).all():
@@ -328,16 +332,16 @@ def _fields(meta: Mapping[str, Any], where: str) -> dict[str, str]:
 # --- the index --------------------------------------------------------------------------------------------------------
 
 
-_PIECE = 1 << 18  # samples that are checked at once, and at least one group
+_PIECE = 1 << 18  # samples that are checked at once, or one group: the check takes many times their memory
 MAX_TOKENS = 1 << 31
-"""Of a sample: more would overflow its attention pairs."""
+"""The most tokens of a sample: more would overflow its attention pairs in int64."""
 
 
 def check_index(folder: Path, split: str, groups: Ints, samples: Ints, sizes: Mapping[str, int]) -> None:
-    """Raise CacheError unless every number of the index is as docs/formats.md has it.
+    """Raise CacheError E203 unless the numbers of the index fit each other and the sizes of the files.
 
     groups: int64 [groups, 9]. samples: int64 [samples, 5]. sizes: entries of the files by name: tokens, bytes of loss
-    bits and ids, and float32 of each field. What only the ids tell (shared prefixes) is left to the deep check.
+    bits and ids, and float32 of each field. Shared prefixes follow from the ids alone: the deep check compares them.
     """
     path = public_file(folder / f"index/{split}_groups.npy")
     counts, column = groups[:, 1], dict(zip(GROUP_COLUMNS, groups.T, strict=True))
@@ -379,7 +383,7 @@ def _check_ends(folder: Path, split: str, ends: Mapping[str, int], samples: int,
 
 
 def sums(groups: Ints, samples: Ints) -> dict[str, int]:
-    """Return what meta.json counts of a split, under its keys; groups, samples and tokens are in `totals`."""
+    """Return the counts of a split, by the keys of meta.json; it has groups, samples and tokens in `totals`."""
     lengths, prompts, targets, _, _ = samples.T
     return {
         "groups": len(groups),
@@ -405,7 +409,7 @@ def _pieces(ends: Ints) -> Iterator[tuple[int, int]]:
 
 
 def _row_problem(rows: Ints, counts: Ints, tokens: int) -> str | None:
-    """Return what is wrong with the samples of whole groups; None if nothing is."""
+    """Return the first problem of the samples of whole groups, or None."""
     lengths, prompts, targets, order, lcps = rows.T
     starts = np.cumsum(counts) - counts
     if lengths.min() < 1 or lengths.max() > min(tokens, MAX_TOKENS):
@@ -428,7 +432,7 @@ def _row_problem(rows: Ints, counts: Ints, tokens: int) -> str | None:
 
 
 def _derived(rows: Ints, counts: Ints) -> dict[str, Ints]:
-    """Return what the samples of whole groups say of each group: the sizes of its parts, and its folding."""
+    """Return the columns of the groups that follow from their samples; places as sizes."""
     lengths, prompts, _, order, lcps = rows.T
     starts = np.cumsum(counts) - counts
 

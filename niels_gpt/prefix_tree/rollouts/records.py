@@ -1,7 +1,15 @@
-"""Rollout and RolloutGroup: one sampled sequence, and the sequences of one prompt or tree; which of them are dropped
-or odd.
+"""Samples of a rollout cache: as a caller gives them, as checked arrays, and as the files store them.
 
-Arrays are NumPy's. Lists, tuples and tensors are accepted too.
+train_tokens.bin                uint16 or uint32: of each group the prefix of all its samples once, then the rest
+                                of each sample
+train_loss.bin                  a bit for each token of each sample, lowest bit first; a group begins at a byte
+train_logprobs.bin ...          float32 for each scored token of each sample
+train_reward.bin ...            float32 for each sample
+index/train_groups.npy          int64 [groups * 9], GROUP_COLUMNS of each
+index/train_samples.npy         int64 [samples * 5], SAMPLE_COLUMNS of each
+index/train_ids.txt             a line for each group: its id
+
+Arrays are NumPy's. Callers may give lists, tuples and tensors too.
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from niels_gpt.documents import Rollout as Rollout
 from niels_gpt.signals import WITHOUT_PROMPT
 from niels_gpt.tokenizers.protocol import MAX_IDS
 
@@ -23,27 +32,6 @@ PER_SAMPLE = ("advantage", "reward")
 """Fields with one float32 for each sample."""
 FIELDS = (*PER_TOKEN, *PER_SAMPLE)
 _POSITIVE = 1e-4  # a log-prob above it is no rounding
-
-
-@dataclass(frozen=True, eq=False)
-class Rollout:
-    """One sampled sequence of L tokens.
-
-    Its scored tokens are those of the completion, or all L where it is not known where the completion begins.
-    """
-
-    ids: Any
-    """Integers [L]: prompt and completion, as they were sampled."""
-    prompt_length: int = -1
-    """Tokens before the completion; -1: not known."""
-    loss_mask: Any = None
-    """0 and 1 [L]: which tokens are targets. None: the scored tokens."""
-    logprobs: Any = None
-    """float32 [scored tokens]: the log-prob that each had when it was sampled."""
-    advantage: Any = None
-    """One float, or float32 [scored tokens]."""
-    reward: float | None = None
-    """The score of the sample."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +50,7 @@ class RolloutGroup:
 
 
 class Sample(NamedTuple):
-    """A rollout whose form is good."""
+    """A rollout that passed `checked`, as arrays."""
 
     ids: npt.NDArray[np.int64]  # [L]
     prompt_length: int
@@ -71,14 +59,14 @@ class Sample(NamedTuple):
 
     @property
     def num_loss_tokens(self) -> int:
-        """Return the targets that a row predicts: no row predicts the first token of a sample."""
+        """Return the number of targets after the first token, which no row predicts."""
         return int(np.count_nonzero(self.loss_mask[1:]))
 
 
 def checked(rollout: Rollout, vocab_size: int | None) -> Sample | str:
-    """Return a rollout as arrays, or the counter under which it is dropped.
+    """Return a rollout as arrays, or the counter of the reason to drop it.
 
-    vocab_size: ids from it on are refused; None: those from 2**31 on.
+    vocab_size: refuses ids of this number or more; None: of 2**31 or more.
 
     The counters: malformed (values of other types), empty_sample, empty_completion, mismatched_lengths (a mask, field
     or prompt that does not fit the ids), ids_outside_vocabulary, not_finite (a field), and target_without_score (a
@@ -110,7 +98,7 @@ def checked(rollout: Rollout, vocab_size: int | None) -> Sample | str:
 
 
 def odd_in_sample(sample: Sample) -> list[str]:
-    """Return the counters of what is odd about a sample."""
+    """Return the counters of a sample's signs: it is kept, and may be wrong."""
     found = []
     if sample.prompt_length < 0:
         found.append(WITHOUT_PROMPT)
@@ -126,7 +114,7 @@ def odd_in_sample(sample: Sample) -> list[str]:
 
 
 def odd_in_group(samples: Sequence[Sample]) -> list[str]:
-    """Return the counters of what is odd about a group."""
+    """Return the counters of a group's signs: it is kept, and may be wrong."""
     if len(samples) == 1:
         return ["groups_of_one"]
     first = samples[0]
@@ -176,7 +164,7 @@ def _fields(rollout: Rollout) -> dict[str, npt.NDArray[np.float32]]:
         }
 
 
-# --- the files of a cache, the columns of its index, a group as stored arrays -----------------------------------------
+# --- as the files store them ------------------------------------------------------------------------------------------
 
 
 KIND = "rollouts"
@@ -195,20 +183,20 @@ SAMPLE_COLUMNS = (
     "tokens",
     "prompt",  # tokens before the completion; -1: not known
     "loss_tokens",  # targets after its first token
-    "order",  # of the k-th row of a group: which sample is the k-th when they are sorted by their ids
-    "lcp",  # of the k-th row: tokens which that sample shares with the one sorted before it; 0 for the first
+    "order",  # in the k-th row of a group: the sample that is k-th when they are sorted by their ids
+    "lcp",  # in the k-th row: tokens that this k-th sample shares with the one sorted before it; 0 for the first
 )
 Ints = npt.NDArray[np.int64]
 BIT_ORDER: Final = "little"
 
 
 def scored_tokens(tokens: Ints, prompts: Ints) -> Ints:
-    """Return how many scored tokens samples have: [samples]."""
+    """Return the number of scored tokens of samples: [samples]."""
     return tokens - np.maximum(prompts, 0)
 
 
 class StoredGroup(NamedTuple):
-    """What a group adds to the files of its split."""
+    """A group as arrays, in the form of the files."""
 
     tokens: Ints  # as in the token file
     bits: npt.NDArray[np.uint8]
@@ -247,7 +235,7 @@ def stored(samples: Sequence[Sample]) -> StoredGroup:
 
 
 def sorted_prefixes(sequences: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Return the order of sequences sorted by their ids, and what each shares with the one before it, in that order.
+    """Return the order of sequences sorted by their ids, and the tokens that each shares with its predecessor there.
 
     Equal sequences keep their order. The sum of (length - shared) is the number of tokens after folding.
     """
@@ -269,6 +257,6 @@ def file_of(split: str, name: str) -> str:
 
 
 def per(name: str) -> str:
-    """Return what a value of a field belongs to, as `LossEdges.field` names it: "token" or "sample"."""
+    """Return the form of a field, in the words of `LossEdges.field`: "token" or "sample"."""
     assert name in FIELDS
     return "token" if name in PER_TOKEN else "sample"
