@@ -191,39 +191,39 @@ class Settings:
     )
     eagle3_document_start: str | None = _setting(
         None,
-        "token before each chat whose template does not write it, without loss: none, auto (what the target's "
-        "tokenizer writes before a text), or a token such as <bos> (default: none, with a warning where auto has one)",
+        "token before each chat whose template does not write it, without loss: none, auto (as the target's "
+        "tokenizer puts one before a text), or a token such as <bos> (default: none; a warning if auto has one)",
     )
-    eagle3_max_samples: int = _setting(0, "samples of eagle3/targets, at most; 0: all of the source", least=0)
+    eagle3_max_samples: int = _setting(0, "most samples of eagle3/targets; 0: all of the source", least=0)
     eagle3_seq_length: int = _setting(
-        0, "slots of a sample, in tokens; a longer one is cut. 0: 2048, for the small random Llama 256", least=0
+        0, "most tokens of a sample; a longer one is cut. 0: 2048, for the small random Llama 256", least=0
     )
     eagle3_draft_vocab_size: int = _setting(
         0,
-        "tokens that the draft knows, at most all of the target's. 0: 32,000, for the small random Llama 512",
+        "tokens that the draft can propose, at most all of the target's. 0: 32,000, for the small random Llama 512",
         least=0,
     )
     eagle3_format: str | None = _setting(
         None,
-        "native: ragged, hidden states in place of probabilities; 1 and 2: padded, with probabilities, as other tools "
-        "read them (default: 1; 2 where not all probabilities are kept)",
+        "native (recommended: a third of the bytes, probabilities computed when read), or 1 or 2 (with probabilities, "
+        "as NeMo Automodel reads them) (default: 1; 2 if only the largest ones are kept)",
     )
     eagle3_aux_dtype: str | None = _setting(
         None,
-        "dtype of a native cache's auxiliary states: bf16, or fp8 with a scale for each token and layer (default: as "
-        "the other states)",
+        "dtype of the hidden states of --aux-layers in a native cache: bf16, or fp8, which takes half (default: as the "
+        "other states)",
     )
     eagle3_aux_layers: str = _setting(
         "eagle3",
-        "auxiliary layers: eagle3 (blocks 1, n/2-1 and n-4 of n), dflash:N, or blocks from 0 such as 1,15,28; formats "
-        "1 and 2 have three",
+        "layers of the target that a draft sees: eagle3 (1, n/2-1 and n-4 of n), dflash:N (N evenly spaced), or "
+        "numbers from 0 such as 1,15,28; formats 1 and 2 have three",
     )
-    eagle3_topk: int = _setting(0, "probabilities kept of each slot, renormalised; 0: all of them, unchanged", least=0)
-    eagle3_shard_size: int = _setting(256, "samples of a shard", least=1)
+    eagle3_topk: int = _setting(0, "largest probabilities kept for a token, rescaled to sum to 1; 0: all", least=0)
+    eagle3_shard_size: int = _setting(256, "samples in a shard, a file of the cache", least=1)
     eagle3_dtype: str = _setting("bf16", "dtype of the stored hidden states and probabilities: bf16, fp16 or fp32")
-    eagle3_batch_size: int = _setting(4, "samples of a forward pass of the target, at most", least=1)
+    eagle3_batch_size: int = _setting(4, "most samples in one forward pass of the target", least=1)
     eagle3_device: str | None = _setting(
-        None, "where the target runs: cpu or cuda; none: cuda where there is one. It never causes a rebuild"
+        None, "where the target runs: cpu or cuda; none: cuda if available. It never causes a rebuild"
     )
     eagle3_check_samples: int = _setting(
         2, "samples that the check of eagle3/targets runs through the target once more; 0: none", least=0

@@ -1,8 +1,8 @@
-"""Signs that a source is not what it is taken for: one table for texts, chats and rollouts.
+"""Signs of an odd source, such as swapped roles or a wrong encoding: one table for texts, chats and rollouts.
 
-A signal is a counter of meta.json, of `noticed` or of the loader's, or what other numbers of meta.json tell. Nothing is
-dropped for it. `stats` shows every count; where more than `share` has the sign, the build warns (W314), and so do
-Dagster's checks. What is odd about one text or chat is decided here too, about rollouts in prefix_tree/rollouts.
+A signal is a counter in meta.json (of `noticed`, or the loader's) or is computed from other numbers there. Nothing is
+dropped for it. `stats` shows every count. If more than `share` of the items have the sign, the build warns (W314), and
+Dagster's checks do. This module also finds the signs in one text or chat; prefix_tree/rollouts finds them in rollouts.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ logger = logging.getLogger(__name__)
 
 Meta = Mapping[str, Any]
 UNREAD_FIELD, CONTRADICTING_SHAPE, OTHER_TEXT_FIELD = "unread_field", "contradicting_shape", "other_text_field"
-"""Loaders' counters of rows that are kept. An unread field is counted by its name: `unread_field:NAME`."""
+"""Loaders' counters of kept rows. An unread field is counted by name: `unread_field:NAME`."""
 EMPTY_FILE, GIT_LFS_POINTER = "empty_file", "git_lfs_pointer"
-"""Loaders' counters of files and rows that hold no text."""
+"""Loaders' counters of files and rows without text."""
 UNREAD: Final = f"{UNREAD_FIELD}:"
 REPAIRED_TEXTS: Final = ("repaired_utf8", "undecodable_utf8")
-"""Loaders' counters of texts that were repaired; the second of earlier builders."""
+"""Loaders' counters of repaired texts; earlier builders wrote the second."""
 _KEPT_BY_LOADERS = (
     *("byte_order_mark", OTHER_TEXT_FIELD, CONTRADICTING_SHAPE, "special_as_text", UNREAD, "texts_with_"),
 )
 BYTE_ORDER_MARK, REPLACED, MOJIBAKE = "texts_with_byte_order_mark", "texts_with_u_fffd", "texts_with_mojibake"
-_MARK_OF = {REPLACED: "\ufffd", MOJIBAKE: "\u00c3"}  # what an example of it shows
+_MARK_OF = {REPLACED: "\ufffd", MOJIBAKE: "\u00c3"}  # an example is cut around this character
 ODD_TEXTS: Final = frozenset((BYTE_ORDER_MARK, REPLACED, MOJIBAKE))
-"""What TextEncoder notes of a text that comes back from its ids unchanged."""
+"""The notes of TextEncoder that do not mean that decoding changes the text."""
 EMPTY_REPLIES: Final = "empty_replies"
 BLANK, REPEATED_ID, IN_BOTH = "blank_texts", "repeated_ids", "val_texts_in_train"
 SHORTER_THAN_ID: Final = "texts_shorter_than_id"
 REPEATED_REPLY, REPEATED_GROUP = "repeated_replies", "repeated_groups"
 NO_COMMON_END, WITHOUT_PROMPT = "samples_without_common_end", "samples_without_prompt_length"
 
-_FEW = 2  # with a sign are no reason to warn where some may have it
-_FEW_BYTES = 1.2  # for a token: English has about 4, and a script that the tokenizer has no pieces for 1
-_FEW_IDS = 1_000  # a vocabulary of so few has about one id for each byte of any text
+_FEW = 2  # so many items with a sign are no reason to warn, unless `share` is 0
+_FEW_BYTES = 1.2  # bytes a token: English has about 4, a script without pieces in the tokenizer has 1
+_FEW_IDS = 1_000  # a vocabulary of fewer ids has about one id for each byte of any text
 _SHOWN, _MOST_PLACE = 60, 200  # characters of an example, and of its place
 _INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff"
 _NO_VALUES = frozenset({"nan", "none", "null", "n/a", "na", "undefined", "[]", "{}"})
@@ -53,16 +53,17 @@ _SYNONYMS = {"score": "reward", "scores": "rewards", "returns": "advantages", "o
 
 
 class Counts(Counter[str]):
-    """Counters of a build, and the first example of each: its place, and what stands there."""
+    """Counters of a build, and the first example of each: its place and text."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        """state: of the last checkpoint, with `state()` in it; or without."""
+        """state: the last checkpoint's, which includes `state()`; {} for a new build."""
         super().__init__(state.get("noticed", {}))
         self.seen: dict[str, str] = dict(state.get("seen", {}))
-        """The examples by counter; and what the builder has to know of the documents before, by other names."""
+        """The examples by counter. Under other names, values of earlier documents that the builder needs."""
 
     def note(self, names: Iterable[str], place: str, text: str = "") -> None:
-        """Count one document, chat or sample for each of `names`. place: its source id. text: what to show of it."""
+        """Count one document, chat or sample under each of `names`. place: its source id. text: its example is cut
+        from it."""
         for name in names:
             self[name] += 1
             if name not in self.seen:
@@ -72,17 +73,17 @@ class Counts(Counter[str]):
                 self.seen[name] = f"{where}: {shown!a}" if text else where
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: `noticed` and `seen`."""
+        """Return the keys `noticed` and `seen` of a checkpoint."""
         return {"noticed": self, "seen": self.seen}
 
     def keys_of_meta(self) -> dict[str, Any]:
-        """Return the key `first_noticed` of meta.json; {} without any."""
+        """Return the key `first_noticed` of meta.json; {} without examples."""
         found = {name: self.seen[name] for name in sorted(self.seen) if self[name]}
         return {"first_noticed": found} if found else {}
 
 
 def _one_line(text: str) -> str:
-    """Return a text with an escape for each character that is not printed, such as a line end."""
+    """Return a text on one line, with unprintable characters escaped."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
@@ -94,17 +95,17 @@ class Signal:
     """One sign, and when a build warns of it."""
 
     counter: str
-    """Of `noticed` or `source.counters`; one that ends in ":" stands for all that begin with it."""
+    """Key in `noticed` or `source.counters`. One that ends in ":" stands for all keys that begin with it."""
     words: str
-    """What the counted ones do or are: continues "12 of 40 chats"."""
+    """Predicate of the sentence that begins "12 of 40 chats"."""
     remedy: str
-    """What to look at, or to do."""
+    """A sentence that says what to look at or to do."""
     share: float = 0.01
     """A build warns above this share of `unit`."""
     unit: str = ""
-    """What is counted; "" for the documents, chats or samples of the cache."""
+    """The counted things; "" for the documents, chats or samples of the cache."""
     count: Callable[[Meta, Mapping[str, int]], int] | None = None
-    """Counts them from meta.json and its counters; None: `counter` is their number."""
+    """Computes the number from meta.json and its counters; None takes it from `counter`."""
 
 
 class Found(NamedTuple):
@@ -115,7 +116,7 @@ class Found(NamedTuple):
     total: int
     unit: str
     example: str
-    """Its place, and what stands there; "" where none is recorded."""
+    """Its place and text; "" if none is recorded."""
 
     @property
     def is_above(self) -> bool:
@@ -125,7 +126,7 @@ class Found(NamedTuple):
 
     def __str__(self) -> str:
         words, name = self.signal.words, self.signal.counter.rstrip(":")
-        if self.unit in _NOT_KEPT:  # their number in all is not known
+        if self.unit in _NOT_KEPT:  # their total is unknown
             beside = f", beside {self.total:,} chats" if self.total else ""
             what = f"{words}: {self.number:,}{beside} ({name})"
         else:
@@ -154,12 +155,12 @@ def _byte_tokens(meta: Meta, counts: Mapping[str, int]) -> int:
 
 
 def _unknown_roles(meta: Meta, counts: Mapping[str, int]) -> int:
-    """Return the chats that a built-in source leaves out for a role. The user's own files have W310 for it."""
+    """Return the chats that a built-in source leaves out for a role. W310 reports them for the user's own files."""
     return 0 if meta["source"].get("kind") == "own" else int(meta["source"]["counters"].get("unknown_role", 0))
 
 
 def _equal(field: str, *values: float) -> Callable[[Meta, Mapping[str, int]], int]:
-    """Return what gives all samples where a field has one value everywhere, or one of `values` if there are some."""
+    """Return a `count` of all samples if a field has the same value in each: any value, or one of `values` if given."""
 
     def count(meta: Meta, counts: Mapping[str, int]) -> int:
         found, total = meta.get("ranges", {}).get(field), _total(meta, "samples")
@@ -170,7 +171,7 @@ def _equal(field: str, *values: float) -> Callable[[Meta, Mapping[str, int]], in
 
 
 def _misspelt(meta: Meta, counts: Mapping[str, int]) -> int:
-    """Return the rows with an unread field whose name is like a field that the cache lacks."""
+    """Return the rows with an unread field whose name resembles a field that the cache lacks."""
     return max((number for name, number in counts.items() if _is_like_a_missing_one(meta, name)), default=0)
 
 
@@ -343,12 +344,12 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
 }
 """By the kind of cache."""
 _NOT_KEPT = ("files", "rows", "messages")
-"""Units whose number in all is not known. Messages are compared with the chats that were read."""
+"""Units whose total is unknown. Messages are compared with the number of chats read."""
 _UNITS = {"pretrain": "documents", "sft": "chats", "rollouts": "samples"}
 
 
 def _total(meta: Meta, unit: str) -> int:
-    """Return how many of a unit there are; 0 for files, whose number is not known."""
+    """Return the total of a unit; 0 for files and rows, whose total is unknown."""
     totals = meta["totals"]
     if unit == "documents":
         return sum(meta.get("docs", {}).values())
@@ -361,9 +362,9 @@ def _total(meta: Meta, unit: str) -> int:
 
 
 def found_in(meta: Meta) -> list[Found]:
-    """Return the signals of a cache that are there at all, in the order of the table; [] of a kind that has none.
+    """Return the signals that a cache has, in the order of the table; [] for a kind without signals.
 
-    Raises: LookupError, TypeError and the like for a meta.json of another form.
+    Raises: LookupError, TypeError or ValueError for a meta.json of another form.
     """
     kind, counts = str(meta["kind"]), _counts(meta)
     found = []
@@ -387,30 +388,30 @@ def _counts(meta: Meta) -> Counter[str]:
 
 
 def is_of_kept(counter: str) -> bool:
-    """Whether a loader's counter is of what was kept as it is; all but REPAIRED_TEXTS are else of what was left out."""
+    """Whether a loader's counter counts kept rows. All others count rows left out, except REPAIRED_TEXTS."""
     return counter.startswith(_KEPT_BY_LOADERS)
 
 
 def above(meta: Meta) -> list[Found]:
-    """Return the signals that a build warns of; none of the bundled sample, which has odd texts on purpose."""
+    """Return the signals that a build warns of; none for the bundled sample, which has odd texts on purpose."""
     source = meta.get("source") or {}
     return [] if source.get("kind") == "sample" else [found for found in found_in(meta) if found.is_above]
 
 
 def below(meta: Meta) -> set[str]:
-    """Return the counters of the table that a build does not warn of, which `stats` alone prints."""
+    """Return the counters of the table that a build does not warn of: only `stats` prints them."""
     of_kind = SIGNALS.get(str(meta.get("kind")), ())
     return {signal.counter for signal in of_kind} - {found.signal.counter for found in above(meta)}
 
 
 def warn_of_signals(where: str | os.PathLike[str], meta: Meta) -> None:
-    """Log what is above its share in a cache that was just made."""
+    """Log W314 for each signal above its share in a cache that was just made."""
     for found in above(meta):
         logger.warning("%s: %s", where, found, extra={"code": "W314"})
 
 
 def markdown(kind: str) -> str:
-    """Return the table of a kind of cache for a page of the documentation."""
+    """Return the table of a kind's signals, for the documentation."""
     rows = ["| counter | warned of above | they |", "|---|---|---|"]
     for signal in SIGNALS[kind]:
         name = f"{signal.counter}NAME" if signal.counter.endswith(":") else signal.counter
@@ -421,11 +422,11 @@ def markdown(kind: str) -> str:
     return "\n".join(rows)
 
 
-# --- what is odd about one text or chat -------------------------------------------------------------------------------
+# --- signs in one text or chat ----------------------------------------------------------------------------------------
 
 
 def odd_in_text(text: bytes) -> tuple[str, ...]:
-    """Return the counters of what is odd about a text in utf-8 that is not ASCII."""
+    """Return the counters of the signs in a text. text: utf-8, not ASCII."""
     # Searching one byte is many times faster than several, and few texts have each byte of one of these.
     found: tuple[str, ...] = ()
     if text.startswith(b"\xef\xbb\xbf"):
@@ -440,7 +441,7 @@ def odd_in_text(text: bytes) -> tuple[str, ...]:
 
 
 def odd_in_chat(roles: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """Return the counters of what is odd about a chat. roles, texts: of its messages."""
+    """Return the counters of the signs in a chat. roles, texts: one for each message."""
     found = dict.fromkeys(_odd_order(tuple(roles)))
     before = None
     for role, text in zip(roles, texts, strict=True):

@@ -26,11 +26,11 @@ _caught: dict[signal.Signals, Any] = {}  # the handlers from before
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, which names the signal; the next one ends the process.
+    """Let SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt with the signal's name; the next one ends the process.
 
-    An ignored signal stays ignored, as SIGHUP under nohup. A forked child ends at each of them. After a signal the
-    default handlers stay, so that a second one can end the process during its clean-up; otherwise the earlier handlers
-    are restored. Does nothing outside the main thread, where no handler can be set.
+    After a signal the default handlers stay, so that a second signal can end the process during its clean-up; without a
+    signal the earlier handlers are restored. An ignored signal stays ignored, as SIGHUP under nohup. A forked child
+    ends at any of them. Does nothing outside the main thread, where no handler can be set.
     """
     if threading.current_thread() is not threading.main_thread() or _caught:
         yield
@@ -61,9 +61,9 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def ended_at_once() -> Iterator[None]:
-    """Let the first signal end the process during one long call into C++, which Python handlers cannot interrupt.
+    """Let a signal end the process at once, during a long call into C++ that Python handlers cannot interrupt.
 
-    Only within `interruptible`, and for work without results to keep.
+    Use it within `interruptible`, for work without results to keep.
     """
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in _caught}
     try:
@@ -75,7 +75,7 @@ def ended_at_once() -> Iterator[None]:
 
 @contextmanager
 def sigint_blocked() -> Iterator[None]:
-    """Start processes and threads in the block that never receive Ctrl-C, which this process handles."""
+    """Let processes and threads that start in the block never receive Ctrl-C: this process handles it."""
     resource_tracker.ensure_running()  # or the first spawn does that, and unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -85,7 +85,7 @@ def sigint_blocked() -> Iterator[None]:
 
 
 def say_interrupted(error: KeyboardInterrupt, kept: str = "") -> None:
-    """Print to stderr that a command was interrupted, the signal unless it was Ctrl-C, and then `kept`."""
+    """Print to stderr that a command was interrupted, with the signal's name unless it was Ctrl-C, and `kept`."""
     name = str(error)
     by = "" if name in ("", "SIGINT") else f" by {name}"
     with suppress(OSError):  # SIGHUP: the terminal is gone

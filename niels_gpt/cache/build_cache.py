@@ -44,7 +44,7 @@ def build_pretrain_cache(
     texts: one document each; by default the shards are exactly the concatenated `tokenizer.encode(text)` (D4).
     max_train_tokens, max_val_tokens: budgets in tokens. A hash of seed and text decides the split, and the share of val
         is max_val_tokens / both (D5).
-    shuffle_buffer: documents in the shuffle buffer; None: keep the order of the stream.
+    shuffle_buffer: documents in the shuffle buffer; None: the order of the stream.
     document_start, document_end: tokens that begin and end each document, see `build_pretrain`; "eot" is the
         end-of-text sentinel.
     on_special: drop and count a text that holds a special token ("drop"), raise ValueError ("raise"), or encode it as

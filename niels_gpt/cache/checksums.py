@@ -153,7 +153,7 @@ class BlockSums:
             if zlib.crc32(content) != crc:
                 self._refuse_wrong_sums()
                 start = number * BLOCK_BYTES
-                found = f"bytes {start} to {start + len(content)} are not those of its checksum"
+                found = f"bytes {start} to {start + len(content)} do not match their checksum"
                 why = f"The file is damaged, or of another version than {self._record['name']}"
                 raise CacheError(path, found, remedy=f"{why}. {REBUILD}", code="E201")
 
@@ -189,7 +189,7 @@ class BlockSums:
         path = path_inside(self.folder, self._record["name"])
         raw = read_regular(path, self._record["bytes"])
         if hashlib.sha256(raw).hexdigest() != self._record["sha256"]:
-            found = "its bytes do not give its sha256, so nobody can tell which files are good"
+            found = "its bytes do not match its sha256, so it cannot tell which files are good"
             raise CacheError(path, found, remedy=REBUILD, code="E201")
 
 

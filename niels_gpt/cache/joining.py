@@ -293,7 +293,7 @@ def _linked(work: Path, folder: Path, meta: Meta, shards: dict[str, list[Meta]])
     for split in SPLITS:
         for record in meta["shards"][split]:
             name = _SHARD.format(split, len(shards[split]))
-            fileio.link_or_copy(folder / record["name"], work / name)
+            fileio.link_or_copy(folder / record["name"], work / name)  # a cache of many units needs no second disk
             shards[split].append({key: record[key] for key in ("bytes", "sha256", "tokens")} | {"name": name})
         blocks[split] = _num_blocks(meta["shards"][split])
     return _part(folder, _of_unit(meta), blocks)
@@ -307,6 +307,7 @@ def _part(folder: Path | None, each: Mapping[str, int], blocks: dict[str, int]) 
 
 def _streamed(work: Path, parts: Sequence[_Part], docs: Mapping[str, int]) -> Meta:
     """Write index, ids and block checksums of all units. Returns their keys of meta.json."""
+    # In the order of `file_records`, with the shards of all units first: readers find a file's blocks by counting.
     crcs: list[bytes] = []
     index, ids = {}, {}
     for split in SPLITS:
@@ -576,7 +577,7 @@ def _mended(
             old = stack.enter_context(open(open_regular(path), "rb"))
         sha256 = write_whole(beside, _NEW, stream(old), crcs)["sha256"]
     if sha256 == record["sha256"]:
-        _check_lease(folder)
+        _check_lease(folder)  # to stream the file may have taken longer than the lease
         fileio.rename(new, path)
         return done._replace(files=[*done.files, name]), crcs[0]
     fileio.remove(new)

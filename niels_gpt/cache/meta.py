@@ -396,7 +396,7 @@ def _open_tokenizer(folder: Path, sha256: str | None, _file: tuple[int, ...]) ->
         name = str(error.name).partition(".")[0]
         raise ImportError(f"the text of ids needs {name} ({error}): pip install {name}") from error
     if sha256 not in (None, tokenizer.sha256):
-        expected = f"tokenizer {str(sha256)[:12]}, of which the ids are"
+        expected = f"tokenizer {str(sha256)[:12]}, which produced the ids"
         found, remedy = f"tokenizer {tokenizer.sha256[:12]}", build_again(folder, "E402")
         raise CacheError(tokenizer.model_path, found, expected, remedy, code="E402")
     return tokenizer

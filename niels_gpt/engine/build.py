@@ -1,7 +1,7 @@
-"""Builds a cache of any kind from a stream of items, by the Writer of that kind; starts or resumes it, and commits it.
+"""Builds a cache of any kind from a stream of items, with the Writer of that kind: starts, resumes and commits it.
 
-A resumed build compares each consumed document with the digest recorded of it, without tokenizing it. If the files of
-the source are unchanged and its documents keep their order, only the last consumed document is read again.
+A resumed build reads the consumed documents again and compares their recorded digests, without tokenizing. If the
+source's files are unchanged and its documents keep their order, it reads only the last consumed document again.
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ class NoTextError(SourceError, code="E303"):
 
 @dataclass(frozen=True)
 class How:
-    """How a cache is built: none of it changes a byte."""
+    """How a cache is built. Nothing here changes a byte of it."""
 
     num_threads: int = 1
-    """Threads that encode; 0: the caller's own."""
+    """Threads that encode; 0 encodes in the caller's thread."""
     executor: Executor | None = None
-    """Encodes instead; it is left open."""
+    """Encodes instead of threads; left open."""
     checkpoint_seconds: float = CHECKPOINT_SECONDS
-    """Between two checkpoints; 0: one after each batch."""
+    """Seconds between two checkpoints; 0: one after each batch."""
     committed: Callable[[dict[str, Any]], None] | None = None
-    """Called with the meta after the commit; if it fails, the next run finishes this build."""
+    """Called with the meta after the commit. If it fails, the next run finishes this build, and calls it again."""
     progress: Progress | None = None
     """Called with items read, tokens written, and the tokens to expect."""
 
 
 class Writer(Protocol[T]):
-    """What a kind of cache does with the items of its stream. A new one has the numbers of the last checkpoint."""
+    """Writes the files of one kind of cache from its items. A new one continues from the last checkpoint's numbers."""
 
     @property
     def kind(self) -> ItemKind[T]:
@@ -90,36 +90,36 @@ class Writer(Protocol[T]):
 
     @property
     def encoder(self) -> Encoder[Any] | None:
-        """What encodes the texts of the items; None: items are stored as they are."""
+        """Encodes the texts of the items; None stores items as they are."""
 
     @property
     def expected(self) -> int | None:
-        """Tokens to expect, for the progress; None: not known."""
+        """Tokens to expect, for the progress; None if unknown."""
 
     @property
     def full(self) -> bool:
         """Whether no further item is needed."""
 
     def done(self) -> tuple[int, int]:
-        """Return the items read and the tokens written so far."""
+        """Return the numbers of items read and tokens written."""
 
     def waiting(self, item: T) -> Waiting | None:
-        """Return what the split needs of an item that waits until both splits have one; None if it names its split."""
+        """Return the parts of an item that the split needs while it waits; None if the item names its split."""
 
     def add(self, batch: Batch[T], encoded: Any) -> list[bytes]:
-        """Append a batch to the files; returns the digests of the items that were consumed, one or more."""
+        """Append a batch to the files; return the digests of the consumed items, one or more."""
 
     def state(self) -> dict[str, Any]:
-        """Return the numbers that a checkpoint keeps."""
+        """Return the numbers for a checkpoint."""
 
     def check_kept(self) -> None:
-        """Raise NoTextError if nothing that was read can be in a cache."""
+        """Raise NoTextError E303 if no item can be in the cache."""
 
     def described(self) -> dict[str, Any]:
-        """Finish the files; returns their keys of meta.json, and the counts."""
+        """Finish the files; return their keys of meta.json, and the counts."""
 
     def warn(self, out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
-        """Log what is odd about a cache that was just built."""
+        """Log warnings about a cache that was just built."""
 
 
 def run_build(
@@ -137,13 +137,16 @@ def run_build(
     identity: Mapping[str, Any] | None = None,
     shuffled: Shuffled | None = None,
 ) -> dict[str, Any]:
-    """Build a cache and commit it at `out_dir`; returns its meta. A killed build resumes.
+    """Build a cache, commit it at `out_dir` and return its meta. Resumes a killed build.
 
-    items: gets the number of the first item, and returns the stream from there on. files: of Build.
-    rule: decides the splits by its seed; its bound is final once an item was consumed, and part of every checkpoint.
-    settings: keys of meta.json that decide the bytes, `kind` too, and the `claim_of` a partition.
-    vocabulary: the tokenizer's keys; None: read here. identity: what else must be equal for a build to resume.
+    items: takes the number of the first item; returns the stream from there on.
+    files: the files to write, as for `Build`.
+    rule: decides the splits by its seed. Its bound is final once an item was consumed, and is in every checkpoint.
+    settings: keys of meta.json that decide the bytes, with `kind`, and with the `claim_of` a partition.
+    vocabulary: the tokenizer's keys; None reads them from `tokenizer`.
+    identity: further values that must be equal for a build to resume.
     shuffled: None keeps the order.
+    Raises: NoTextError E303 if no item can be in the cache; the errors of `open_build`.
     """
     if vocabulary is None:
         assert tokenizer is not None
@@ -154,17 +157,18 @@ def run_build(
         rule.halves = build.restored({"bound": rule.halves})["bound"]
         writer = writer_of(build)
         _fill(build, writer, items, how, source, rule, shuffled)
-        if "partition" not in settings:  # others may have what this one lacks
+        if "partition" not in settings:  # other partitions may have text
             writer.check_kept()
         build.checkpoint({**writer.state(), "bound": rule.halves}, ended=True)
         meta = build.committed_meta()
         if meta is None:
             counters = build.state.counters if writer.full else source.counters
-            if "partition" in settings and build.state.position:  # units of equal content that came from two places
+            if "partition" in settings and build.state.position:  # tells units of equal text from two files apart
                 known["partition"] = {**settings["partition"], "end": dict(build.state.position)}
             meta = write_description(build.work, counters=counters, **known, **writer.described())
             if "partition" not in settings:
                 warn_of_share(out_dir, meta)
+        # The journal says "sealed" before the commit. After a kill in between, only the commit is left to do.
         build.seal(str(meta["content_sha256"]))
         versions.commit(build.work, out_dir, str(meta["content_sha256"]))
         if how.committed is not None:
@@ -183,7 +187,7 @@ def _fill(
     rule: TextSplit,
     shuffled: Shuffled | None,
 ) -> None:
-    """Give the writer all items that the last checkpoint does not have."""
+    """Give the writer all items after the last checkpoint."""
 
     def report(number: int) -> None:
         if how.progress is not None:
@@ -216,10 +220,10 @@ def _fill(
 def claim_of(
     partition: Partition | None, plan: str | None, split_rule: str, rules: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the keys of meta.json that a partition has in its own way; {} for a whole cache.
+    """Return the keys of meta.json that differ in a partition; {} for a whole cache.
 
-    plan: the sha256 of plan.json. rules: how a partition splits, by the rule of the whole, which is `split_rule`.
-    Raises: ValueError for one without the other, and for numbers that there are not.
+    plan: sha256 of plan.json. split_rule: of the whole cache. rules: rule of the whole -> rule of a partition.
+    Raises: ValueError if only one of partition and plan is given, or if the partition's numbers are impossible.
     """
     if partition is None and plan is None:
         return {}
@@ -237,12 +241,14 @@ def open_build(
     seconds: float,
     source: Source,
 ) -> Iterator[Build]:
-    """Hold the lock on a cache and yield its build: a new one, or an unfinished one at its last checkpoint.
+    """Lock a cache and yield its build: a new one, or an unfinished one at its last checkpoint.
 
-    identity, files, seconds: those of Build. A build that was committed, but killed before its journal was removed, is
-    finished without reading the source if the source's fingerprint is unchanged, and is otherwise discarded.
-    A build that ends with NoTextError is discarded, so that the next one may read another source.
-    Raises: CacheError if another process builds here, if something that is no cache is in the way, or for damage.
+    identity, files, seconds: as for `Build`.
+    A build that was committed, and killed before its journal was removed, is finished without reading the source if the
+    source's fingerprint is unchanged; otherwise it is discarded. A build that ends with NoTextError is discarded, so
+    that the next one may read another source.
+    Raises: CacheError E503 if another process builds here; CacheError E504 if other files are in the way; CacheError
+        E505 for a damaged journal or file of the unfinished build; OSError.
     """
     key = sha256(canonical_json(identity)).hexdigest()
     with resumable(out_dir, key) as (work, folder):
@@ -292,10 +298,10 @@ def _log_other_builds(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def _seek(build: Build, source: Source) -> None:
-    """Make the source begin with the last consumed document, if its files are unchanged since the last checkpoint.
+    """Let the source begin with the last consumed document, if its files are unchanged since the last checkpoint.
 
-    Call it before anything is read, and only if documents keep the order of the files. Without a fingerprint or a
-    position it does nothing: then all consumed documents are compared.
+    Call it before the source is read, and only if documents keep the order of the files. It does nothing without a
+    fingerprint or a position: all consumed documents are compared then.
     """
     fingerprint, counters, position = source.provenance.get("fingerprint"), source.counters, source.position
     if fingerprint is None or position is None or not isinstance(counters, dict):
@@ -308,7 +314,7 @@ def _seek(build: Build, source: Source) -> None:
 
 
 def _check_ended(build: Build, chunks: Iterator[Chunk[T]], kind: ItemKind[T]) -> None:
-    """Raise CacheError if a source that had ended has more documents."""
+    """Raise CacheError E306 if a source that had ended has more documents."""
     if build.last.ended and (chunk := next(chunks, None)) is not None:
         _raise_changed(build, f"had ended, and has one more document, {kind.described(chunk.items[0])}")
 
@@ -326,7 +332,7 @@ def _compare_last(
     if chunk is None or kind.digests(chunk.items[:1], encoder) != [expected] or not known.leads_to(build.state):
         raise CacheError(
             build.folder,
-            f"the place in the source that its journal names is not that of document {count - 1}",
+            f"its journal names a place in the source where document {count - 1} is not",
             remedy=f"If the files are changing now, run the same command when they no longer do. {build.remedy}",
             code="E306",
         )
@@ -342,10 +348,10 @@ def _compare_consumed(
     encoder: Encoder[Any] | None,
     report: Callable[[int], None],
 ) -> Iterator[Chunk[T]]:
-    """Read again what was consumed at the last checkpoint, or only its last document after a seek, and compare it.
+    """Read the consumed documents again, after a seek only the last one, and compare them. Return the further chunks.
 
-    report: called now and then with the number of documents read again. Returns what follows these documents.
-    Raises: CacheError naming the first document that has changed.
+    report: called now and then with the number of documents read again.
+    Raises: CacheError E306 with the first document that has changed.
     """
     if build.sought:
         return _compare_last(build, chunks, kind, encoder)
@@ -379,7 +385,7 @@ def _compare_consumed(
 
 
 def _after(chunk: Chunk[T], number: int, chunks: Iterator[Chunk[T]]) -> Iterator[Chunk[T]]:
-    """Return chunks after the first items of one of them."""
+    """Return `chunks` with the items of `chunk` from `number` on before them."""
     return chunks if number == len(chunk.items) else chain([chunk.part(number, len(chunk.items))], chunks)
 
 

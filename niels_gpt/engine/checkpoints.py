@@ -1,7 +1,7 @@
 """The files and the journal of one build on disk. Decides when a checkpoint is taken, and what it makes durable.
 
-A build resumes from its last checkpoint: `open` truncates later bytes and removes unknown files. A file of the cache is
-written where it stays.
+A build resumes from its last checkpoint: `open` truncates later bytes and removes unknown files. Each file of the cache
+is written at its final place.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from niels_gpt.storage.versions import LOCK_NAME, VERSION_DIGITS
 T = TypeVar("T")
 
 CHECKPOINT_SECONDS = 2.0
-"""A killed build loses at most this much work and one batch. A checkpoint costs a few fsyncs."""
+"""A killed build loses at most so many seconds of work, and one batch. A checkpoint costs a few fsyncs."""
 _SHARE_OF_RUN, _COSTS = 0.5, 10
-"""A new run takes its first checkpoints sooner: after half of its time so far, but after 10 times their cost."""
+"""A new run takes its first checkpoints sooner: after half of its time so far, but not before 10 times their cost."""
 TEXTS = "texts.bin"
-"""In the journal's folder: the digest of each document that was consumed, those that were dropped included."""
+"""File in the journal's folder: the digest of each consumed document, dropped ones included."""
 CHECKSUMS = "index/crc32.bin"
 
 
@@ -51,17 +51,18 @@ class Build:
         seconds: float,
         from_scratch: str | None = None,
     ) -> None:
-        """work: folder of the cache's files. folder: of the journal and of the files that only the build needs.
+        """work: folder of the cache's files. folder: of the journal, and of files that only the build needs.
 
         identity: everything that decides the bytes.
-        files: names of the files that are still written -> their names in the cache: "train/shard_{:05d}.bin" for the
-            next shard of a split, None for a file that only the build needs. All are written where they stay.
+        files: names of the growing files -> their names in the cache: "train/shard_{:05d}.bin" for the next shard of a
+            split, None for a file that only the build needs.
         seconds: between two checkpoints; 0: one after each batch.
         from_scratch: the command that builds from scratch, for messages.
+        Raises: CacheError E505 for a damaged journal, or the journal of another build.
         """
         self.work, self.folder = work, folder
         self.remedy = remedy_of(folder, from_scratch)
-        """What to do if the build cannot be resumed."""
+        """The remedy in messages if the build cannot be resumed."""
         self._places = {**files, TEXTS: None}
         self._seconds = seconds
         self._process = os.getpid()
@@ -74,13 +75,13 @@ class Build:
         self.checksums: dict[str, bytes] = {}
         """CRC-32 of the blocks of each finished file."""
         self.state = SourceState({}, None)
-        """As of the last document that was consumed."""
+        """The source's state after the last consumed document."""
         self.previous_state = self.state
-        """As of the document before it."""
+        """The source's state after the document before it."""
         self.source: tuple[str, dict[str, int]] | None = None
-        """Fingerprint of the source's files and the loader's counters before the first document, if it can seek."""
+        """Fingerprint of the source's files, and the loader's counters before the first document; None without seek."""
         self.position: dict[str, int] | None = None
-        """The loader's position, updated as it is read, if it can seek."""
+        """The loader's position, which it updates while it is read; None without seek."""
         self.compares = True
         """Whether consumed documents are compared with the source."""
         self.sought = False
@@ -88,7 +89,7 @@ class Build:
         self._counts = Counter(record["name"].partition("/")[0] for record in self.finished)
         self._journaled = len(self.finished)
         self._new_names = {folder}
-        """Folders with files whose names are not durable yet."""
+        """Folders with new files, whose names are not durable yet."""
         self._started = self._time = time.monotonic()
         self._cost = 0.0
 
@@ -99,13 +100,16 @@ class Build:
 
     @property
     def committed(self) -> Path | None:
-        """The version of this build that a killed run committed, if it did."""
+        """The version that a killed run of this build committed; None if there is none."""
         if self.last.sealed is None or self.work.is_dir():
             return None
         return self.folder.parent / self.last.sealed[:VERSION_DIGITS]
 
     def open(self) -> None:
-        """Restore the disk to the last checkpoint and open the files. Raises: CacheError."""
+        """Restore the disk to the last checkpoint, and open the files.
+
+        Raises: CacheError E505 for missing or changed files; CacheError E512 if the lease was lost.
+        """
         if self.committed is not None:
             self._opened(TEXTS).close()
             return
@@ -135,16 +139,16 @@ class Build:
             self.files[name] = self._opened(name)
 
     def path_of(self, name: str) -> Path:
-        """Return the path of a file that is still written."""
+        """Return the path of a growing file."""
         root, place = self._where(name)
         return root / place
 
     def has(self, name: str) -> bool:
-        """Whether a file is among those that this build appends to."""
+        """Whether this build appends to a file of this name."""
         return name in self._places
 
     def keeps(self, name: str) -> bool:
-        """Whether a file that is still written becomes a file of the cache."""
+        """Whether a growing file becomes a file of the cache."""
         return self._places[name] is not None
 
     def close(self) -> None:
@@ -154,32 +158,34 @@ class Build:
         self._journal.close()
 
     def check_lease(self) -> None:
-        """Raise CacheError E512 if another process has taken over the lease of this cache, and its files with it."""
+        """Raise CacheError E512 if another process has taken over the cache's lease, and with it the cache's files."""
         check_lease(self.folder.parent / LOCK_NAME)
 
     def checked_for_forks(self, chunks: Iterator[T]) -> Iterator[T]:
-        """Yield what is read of a source. Raises: RuntimeError if it has forked us, for each one and at the end: a
-        forked child shares this build's open files and must not write to them."""
+        """Yield the chunks of a source. Raises: ForkedBuild E508 in a forked child, which shares the open files.
+
+        Checked for each chunk and at the end: reading a source may fork.
+        """
         for chunk in chain(chunks, [None]):
             if os.getpid() != self._process:
                 raise ForkedBuild(
                     f"{self.folder}: this process was forked from the one that builds (pid {self._process}). "
-                    "Let a forked child end by os._exit"
+                    "End a forked child with os._exit"
                 )
             if chunk is not None:
                 yield chunk
 
     def record_consumed(self, digests: Sequence[bytes], chunk: Chunk[Any]) -> None:
-        """Record that the first documents of a chunk, one for each digest and one or more, were consumed."""
+        """Record that the first documents of a chunk were consumed: one for each digest, one or more."""
         self.files[TEXTS].write(b"".join(digests))
         last = len(digests) - 1
         self.previous_state = chunk.state(last - 1) if last else self.state
         self.state = chunk.state(last)
 
     def restored(self, initial: dict[str, Any]) -> dict[str, Any]:
-        """Return the builder's numbers at the last checkpoint; `initial` if there is none.
+        """Return the builder's numbers at the last checkpoint, or `initial` if there is none.
 
-        initial: gives the form, too. Raises: CacheError for numbers of another form.
+        Raises: CacheError E505 if a key of `initial` is missing or has another form.
         """
         if not self.last.documents:
             return initial
@@ -191,7 +197,7 @@ class Build:
         return state
 
     def expect(self, name: str, num_bytes: int) -> None:
-        """Raise CacheError if the journal gives a file another size than the builder's numbers do."""
+        """Raise CacheError E505 if the journal gives a file another size than the builder's numbers do."""
         size = self.last.files.get(name, (0, ""))[0]
         if size != num_bytes:
             raise CacheError(
@@ -199,9 +205,9 @@ class Build:
             )
 
     def checkpoint(self, state: Mapping[str, Any], *, ended: bool = False) -> None:
-        """Take a checkpoint, if one is due: a shard was finished, the time has passed, or the source has `ended`.
+        """Take a checkpoint if one is due: a shard was finished, the time has passed, or the source has `ended`.
 
-        It makes the files durable before the journal names them. state: the builder's own numbers, or dicts of them.
+        state: the builder's own numbers, or dicts of them.
         """
         if self.last.ended:
             return
@@ -210,6 +216,8 @@ class Build:
         due = ended or len(self.finished) > self._journaled or now - self._time >= min(self._seconds, early)
         if not due:
             return
+        # The order is the protocol: bytes, then names, then the line of the journal. After a loss of power the last
+        # line names only bytes that are on the disk.
         for file in self.files.values():
             if file.num_bytes:
                 file.sync()
@@ -231,14 +239,14 @@ class Build:
         self._cost = self._time - now
 
     def finish_shard(self, name: str) -> None:
-        """Finish a full shard; what is written next is in another one."""
+        """Finish a full shard; later bytes go to the next one."""
         self.finished.append(record := self.finish(name))
         self.files[name].close()
         self._counts[record["name"].partition("/")[0]] += 1
         self.files[name] = HashedFile(self.path_of(name), before_open=self._before_open, lazy=True)
 
     def finish(self, name: str) -> dict[str, Any]:
-        """Sync a file that is complete, though it may be empty; returns its name in the cache, bytes and sha256."""
+        """Sync a complete file, which may be empty; return its record: name in the cache, bytes, sha256."""
         place, file = self._where(name)[1], self.files[name]
         file.sync()
         self.check_lease()  # the sync may have taken long
@@ -246,7 +254,7 @@ class Build:
         return file.record(place)
 
     def add(self, place: str, content: Iterator[Any]) -> dict[str, Any]:
-        """Write a further file of the cache from buffers; returns its name, bytes and sha256."""
+        """Write a further file of the cache from buffers; return its record: name, bytes, sha256."""
         crcs: list[bytes] = []
         record = write_whole(self.work, place, content, crcs, self._before_open)
         self.check_lease()
@@ -254,13 +262,13 @@ class Build:
         return record
 
     def add_checksums(self, **groups: Mapping[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
-        """Write index/crc32.bin for the files of meta.json so far, by their keys there; returns its record."""
+        """Write index/crc32.bin and return its record. groups: the records so far, by their keys of meta.json."""
         records = file_records(groups)
         record = self.add(CHECKSUMS, (self.checksums[each["name"]] for each in records))
         return {**record, "block_bytes": BLOCK_BYTES}
 
     def committed_meta(self) -> dict[str, Any] | None:
-        """Return the meta.json of `committed`."""
+        """Return the meta.json of `committed`, or None. Raises: CacheError E505 if it is not the one of this build."""
         if self.committed is None:
             return None
         path = self.committed / META_NAME
@@ -271,15 +279,13 @@ class Build:
         return meta
 
     def seal(self, content_sha256: str) -> None:
-        """Record in the journal that the folder is complete, so that a killed commit can be finished.
-
-        Also where the journal says so: the run that wrote the line may have been killed before it was durable.
-        """
+        """Record in the journal that the folder is complete, so that a killed commit can be finished."""
         self.check_lease()
+        # Written again even if the journal has it: that run may have been killed before the line was durable.
         self._journal.append(replace(self.last, finished=[], sealed=content_sha256))
 
     def _where(self, name: str) -> tuple[Path, str]:
-        """Return the folder of a file that is still written, and the file's path below it."""
+        """Return the folder of a growing file, and the file's path below it."""
         place = self._places[name]
         return (
             (self.folder, name) if place is None else (self.work, place.format(self._counts[place.partition("/")[0]]))
@@ -290,10 +296,11 @@ class Build:
         root, place = self._where(name)
         with self._remedied(root / place):
             path = path_inside(root, place)
-            # Who lost its lease may still write to the files that it has open; `resumable` has copied the journal's.
+            # A process that lost its lease may still write to its open files, so a taker appends to copies. `resumable`
+            # has copied the files of the journal's folder.
             is_kept, is_lease = self.keeps(name), is_leased(self.folder.parent / LOCK_NAME)
             before_open, copies = self._before_open, is_kept and is_lease
-            # A file of the cache that stays empty may not be one: a field that is absent, a shard after the last one.
+            # Lazy: a file that stays empty may not belong to the cache, such as an absent field or a shard too many.
             return HashedFile(path, keep=keep, sha256=digest, before_open=before_open, copies=copies, lazy=is_kept)
 
     def _before_open(self, path: Path) -> None:
@@ -304,7 +311,7 @@ class Build:
 
     @contextmanager
     def _remedied(self, path: Path) -> Iterator[None]:
-        """Raise CacheError with this build's remedy; E512 where the files are another's by now."""
+        """Raise a problem with a file as CacheError with this build's remedy; as E512 if the lease was lost."""
         try:
             yield
         except (FileNotFoundError, ValueError) as error:
@@ -316,7 +323,7 @@ class Build:
             raise CacheError(path, str(error), remedy=self.remedy, code="E505") from error
 
     def _check_names(self) -> None:
-        """Raise CacheError unless the journal's shards are those of this build, in order and not empty."""
+        """Raise CacheError E505 unless the journal names this build's shards, in order and not empty."""
         seen = Counter[str]()
         for record in self.finished:
             place = next((p for p in self._places.values() if p and record["name"] == p.format(seen[p])), None)

@@ -1,12 +1,12 @@
-"""What an unfinished build has on disk: hashed files that only grow, and one line for each checkpoint.
+"""The files of an unfinished build: hashed files that only grow, and a journal with one line for each checkpoint.
 
 Token files are headerless little-endian uint16 or uint32. Arrays of offsets are .npy files (version 1.0) of
 little-endian int64. docs/formats.md gives both byte by byte, and the keys of a line.
 
-A line of the journal is eight hex digits, the CRC-32 of what follows them, a space, and a JSON object. The first object
-identifies the build. A damaged or cut last line is ignored, and the build resumes from the checkpoint before it: files
-only grow, and later bytes are truncated. Damage before good lines is an error, because ignoring it would lose their
-work. Attempts counts the runs of a build that gained no checkpoint.
+A line of the journal is eight hex digits, a space and a JSON object; the digits are the object's CRC-32. The first
+object identifies the build. A damaged or cut last line is ignored, and the build resumes from the checkpoint before it:
+files only grow, so later bytes can be truncated. Damage before a good line is an error, because ignoring it would lose
+that line's work. `Attempts` counts the runs of a build that reached no new checkpoint.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BlockHashes:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        """Bytes so far."""
+        """Number of bytes so far."""
         self._sha256, self._crcs, self._crc = hashlib.sha256(), array("I"), 0
 
     @property
@@ -63,7 +63,7 @@ class BlockHashes:
         return self._sha256.hexdigest()
 
     def update(self, content: Any) -> None:
-        """Take the next bytes, or anything with a buffer of them."""
+        """Add bytes or any buffer."""
         view = memoryview(content).cast("B") if len(content) else memoryview(b"")
         self._sha256.update(view)
         while len(view):
@@ -76,7 +76,7 @@ class BlockHashes:
                 self._crc = 0
 
     def checksums(self) -> bytes:
-        """Return the CRC-32 of each block, as uint32-le; the last block may be shorter."""
+        """Return the CRC-32 of each block as little-endian uint32; the last block may be shorter."""
         whole = np.asarray(self._crcs, dtype="<u4").tobytes()
         return whole + self._crc.to_bytes(4, "little") if self.num_bytes % BLOCK_BYTES else whole
 
@@ -94,16 +94,16 @@ class HashedFile:
         copies: bool = False,
         lazy: bool = False,
     ) -> None:
-        """keep, sha256: the bytes to keep of an earlier run, and their hash; later bytes are truncated.
+        """keep, sha256: number of bytes of an earlier run to keep, and their hash. Later bytes are truncated.
 
-        before_open: called with the path before a file is created, replaced or truncated.
-        copies: keep them in a copy: another process that has the file open does not change it then.
-        lazy: the first byte, or `sync`, creates the file.
-        Raises: CacheError if the file does not begin with those bytes; as `before_open`.
+        before_open: called with the path before a file is created, replaced or truncated; its errors are raised.
+        copies: keep these bytes in a copy, which a process that has the old file open cannot change.
+        lazy: create the file at the first byte or `sync`.
+        Raises: CacheError E505 if the file does not begin with these bytes; OSError.
         """
         self.path = path
         self.hashes = BlockHashes()
-        """Of the bytes in the file."""
+        """Hashes of the bytes in the file."""
         self._before_open = before_open
         self._file: OutputFile | None = None
         if not keep and not lazy:
@@ -123,7 +123,7 @@ class HashedFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file, those of earlier runs included."""
+        """Number of bytes in the file, with those kept from earlier runs."""
         return self.hashes.num_bytes
 
     @property
@@ -132,7 +132,7 @@ class HashedFile:
         return self.hashes.sha256
 
     def write(self, content: Any) -> None:
-        """Append bytes, or anything with a buffer of them."""
+        """Append bytes or any buffer."""
         if len(content):
             (self._file or self._open()).write(content)
             self.hashes.update(content)
@@ -147,11 +147,11 @@ class HashedFile:
             self._file.close()
 
     def checksums(self) -> bytes:
-        """Return the CRC-32 of each block, as uint32-le; the last block may be shorter."""
+        """Return the CRC-32 of each block as little-endian uint32; the last block may be shorter."""
         return self.hashes.checksums()
 
     def record(self, name: str) -> dict[str, Any]:
-        """Return the file's record in a meta.json. name: in the cache."""
+        """Return the file's record for meta.json. name: its name in the cache."""
         return {"name": name, "bytes": self.num_bytes, "sha256": self.sha256}
 
     def _open(self, keep: int = 0, copy: OutputFile | None = None) -> OutputFile:
@@ -184,9 +184,9 @@ def write_whole(
     crcs: list[bytes] | None = None,
     before_open: Callable[[Path], None] | None = None,
 ) -> dict[str, Any]:
-    """Write a file of a cache and sync it; returns its record, and appends its block checksums to `crcs`.
+    """Write a file of a cache and sync it; return its record, and append its block checksums to `crcs`.
 
-    before_open: as of HashedFile.
+    name: path below `root`. before_open: as for `HashedFile`.
     """
     file = HashedFile(root / name, before_open=before_open)
     try:
@@ -201,14 +201,14 @@ def write_whole(
 
 
 def checksums_of(path: Path, num_bytes: int, sha256: str) -> bytes:
-    """Compare a finished file with its record; returns the CRC-32 of its blocks. Raises: CacheError, OSError."""
+    """Compare a finished file with its record; return the CRC-32 of its blocks. Raises: CacheError E505; OSError."""
     file = HashedFile(path, keep=num_bytes, sha256=sha256)
     file.close()
     return file.checksums()
 
 
 def npy_parts(path: Path, entries: int, last: int | None = None) -> Iterator[bytes]:
-    """Yield an .npy file of `entries` int64: those in the file at `path`, and `last` if there is one."""
+    """Yield an .npy file of `entries` int64: the content of the file at `path`, then `last` if it is not None."""
     yield npy_header(entries)
     yield from parts_of(path)
     if last is not None:
@@ -223,33 +223,33 @@ def parts_of(path: Path) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was done, and is durable, at one moment of a build."""
+    """The durable state of a build at one moment."""
 
     documents: int = 0
-    """Documents consumed from the source, those that were dropped included."""
+    """Documents consumed from the source, dropped ones included."""
     generator: str | None = None
     """sha256 of the state of the shuffle's torch.Generator; None without a shuffle."""
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Bytes and sha256 of each file that is still written, the digests of consumed documents included."""
+    """Bytes and sha256 of each growing file, also of the digests of consumed documents."""
     finished: list[dict[str, Any]] = field(default_factory=list)
     """Records of the shards finished since the checkpoint before."""
     state: dict[str, Any] = field(default_factory=dict)
-    """The builder's own numbers; under "seen" texts, by name."""
+    """The builder's own numbers; under "seen", texts by name."""
     ended: bool = False
     """Whether no further document is needed."""
     sealed: str | None = None
-    """The content sha256, once only the commit is left to do."""
+    """content_sha256, once only the commit is left to do."""
     seek: Seek | None = None
-    """Where the source resumes, if it is made of files; None: all consumed documents are read again."""
+    """Where the source resumes; None: all consumed documents are read again."""
 
 
 class Journal:
-    """Reads the journal in a folder, if there is one; `append` adds a checkpoint that is durable when it returns."""
+    """The journal in a folder, which may not exist yet."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], remedy: str | None = None) -> None:
-        """identity: everything that decides the bytes of the build. remedy: for messages.
+        """Read the journal. identity: everything that decides the bytes of the build. remedy: for messages.
 
-        Raises: CacheError for the journal of another build, and for one that no builder wrote.
+        Raises: CacheError E505 for a damaged journal, and for the journal of another build.
         """
         self.path = folder / JOURNAL_NAME
         self.last: Checkpoint | None = None
@@ -260,9 +260,10 @@ class Journal:
         self._keep = self._read() if self.path.exists() else 0
 
     def append(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, whose files have been synced before. The first one creates the journal, or cuts it.
+        """Write a checkpoint; it is durable when this returns. The caller has synced its files and checked the lease.
 
-        Until then nothing is written: the journal may be another builder's by now, and the caller looks just before.
+        The first call creates the journal, or cuts its damaged end. It is not done earlier, because the journal may be
+        another builder's by now, and the caller checks that just before.
         """
         if self._file is None:
             if not self._keep:
@@ -279,7 +280,7 @@ class Journal:
             self._file.close()
 
     def _read(self) -> int:
-        """Read the good lines and return their length in bytes."""
+        """Read the good lines; return their length in bytes."""
         keep, remedy = 0, self._remedy
         with open(open_regular(path_inside(self.path.parent, self.path.name)), "rb") as file:
             while (value := _parsed(line := file.readline(_MAX_LINE))) is not None:
@@ -300,16 +301,16 @@ class Journal:
 
 
 class Attempts:
-    """Counts the runs of a build that ended without a new checkpoint, to warn about runs that are too short.
+    """Counts the runs of a build that ended without a new checkpoint, to warn (W502) of runs that are too short.
 
-    A run is counted when it starts, so a killed one is counted too. Only a warning depends on the file: it is not
-    synced, and if it cannot be read or written, the count is 0.
+    A run is counted when it starts, so that a killed run counts. Only a warning depends on the file, so it is not
+    synced, and the count is 0 if it cannot be read or written.
     """
 
     def __init__(self, folder: Path, key: str, documents: int) -> None:
-        """folder: the versions folder, whose lock is held. key: of the build. documents: done when this run starts.
+        """Count this run, and warn W502 if the runs before reached no further checkpoint.
 
-        Warns if the runs before have come no further.
+        folder: the versions folder, whose lock is held. key: of the build. documents: done when this run starts.
         """
         self._path, self._documents = folder / ATTEMPTS_NAME, documents
         self._process = os.getpid()
@@ -334,7 +335,7 @@ class Attempts:
         return True
 
     def interrupted(self, documents: int) -> None:
-        """Warn if this run, which was interrupted, has gained nothing."""
+        """Warn W502 if this run, which was interrupted, made no checkpoint."""
         if not self.gained(documents):
             logger.warning(
                 "%s: this run made no progress: %s documents are done, as before",
@@ -344,7 +345,7 @@ class Attempts:
             )
 
     def forget(self) -> None:
-        """Count from 0 again: the build has ended, or its error says what to do."""
+        """Count from 0 again, because the build has ended, or its error says what to do."""
         if os.getpid() == self._process:  # not in a forked child
             with suppress(OSError):
                 os.unlink(self._path)
@@ -365,7 +366,7 @@ class Attempts:
 
 
 def remedy_of(folder: Path, from_scratch: str | None = None) -> str:
-    """Return what to do if a build cannot be resumed; from_scratch: the command of a recipe."""
+    """Return the remedy for a build that cannot be resumed. from_scratch: the command of a recipe."""
     return f"To start this build from scratch: {from_scratch or shlex.join(['rm', '-r', str(folder)])}"
 
 
@@ -379,13 +380,15 @@ def unfinished_builds(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def sealed_builds(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the journals' folders of builds of the cache at `path` that were committed, but killed before the removal
-    of their journals. Hold the lock: a build that is about to end looks the same."""
+    """Return the journals' folders of builds of the cache at `path` that were committed and then killed.
+
+    Hold the build lock: a build that is about to end looks the same.
+    """
     return [folder for folder in _journal_folders(path) if _is_sealed(folder)]
 
 
 def identity_of(folder: Path) -> dict[str, Any]:
-    """Return the identity of the build of a journal's folder; {} if its journal cannot be read."""
+    """Return the identity of the build in a journal's folder; {} if its journal cannot be read."""
     try:
         with open(open_regular(path_inside(folder.parent, f"{folder.name}/{JOURNAL_NAME}")), "rb") as file:
             header = _parsed(file.readline(_MAX_LINE))
@@ -415,7 +418,7 @@ def _line(value: Any) -> bytes:
 
 
 def _parsed(line: bytes) -> Any:
-    """Return the object of a whole line; None for anything else."""
+    """Return the object of a whole line, None for a damaged or cut one."""
     if len(line) < 10 or line[-1:] != b"\n" or line[:9] != f"{zlib.crc32(line[9:-1]):08x} ".encode():
         return None
     try:
@@ -425,7 +428,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _checkpoint(value: Any, path: Path, byte: int, remedy: str) -> Checkpoint:
-    """Return the checkpoint of a line, with every field checked: a good CRC-32 does not prove who wrote it."""
+    """Return the checkpoint of a line. Every field is checked: a good CRC-32 does not prove who wrote the line."""
     where = f"{path}, byte {byte}"
     try:
         files = {

@@ -1,7 +1,6 @@
-"""Decides what of a cache is counted as lossy or odd, though it is kept: changed texts, unknown ids, empty replies.
+"""Counts losses in texts that are kept: changed by decoding, or with unknown ids; and warns of them.
 
-What is dropped is counted by shards.py and sft/. The counts are among the builder's numbers in each checkpoint, so a
-resumed build has the same ones.
+The builders count dropped texts. All counts are in each checkpoint, so a resumed build has the same ones.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 ROUNDTRIP_TEXTS: Final = 1_000
 ROUNDTRIP_BYTES: Final = 1 << 18
-"""The first texts of a build are decoded and compared, up to this number or this many utf-8 bytes: some 20 ms ..."""
+"""The first texts of a build are decoded and compared, up to this number or this many utf-8 bytes: about 20 ms."""
 ROUNDTRIP_SHARE: Final = 256
-"""... and one of so many later ones: those whose digest is a multiple of it, whatever the threads and resumes."""
+"""Of the later texts, each whose digest is a multiple of this is compared: threads and resumes change nothing."""
 UNKNOWN_IDS: Final = "unknown_ids"
 
 _TEXTS, _DIFFER, _BYTES = "roundtrip_texts", "roundtrip_differ", "roundtrip_bytes"
@@ -35,7 +34,7 @@ _COMPARED_IDS = 1 << 10  # only the beginning of a longer text is compared, so t
 
 
 class Losses:
-    """Counts losses in the texts that enter a cache, in `warnings`; `warn` logs them at the end."""
+    """Counts losses in the texts that enter a cache, in `warnings`. `warn` logs them at the end."""
 
     def __init__(self, encoder: TextEncoder, warnings: Counts) -> None:
         self._warnings = warnings
@@ -53,9 +52,10 @@ class Losses:
         kept: NDArray[np.int64],
         lengths: NDArray[np.int64] | None = None,
     ) -> None:
-        """Count the losses of a batch. texts: of the whole batch. kept: ascending numbers of those in the cache.
+        """Count the losses in a batch.
 
-        lengths: how many tokens of each text enter the cache, if one of them is truncated.
+        texts: all texts of the batch. kept: int64 numbers of the texts in the cache, ascending.
+        lengths: int64 [texts], tokens of each text that enter the cache; None if no text is truncated.
         """
         if self._unk_id is not None and (encoded.ids == self._unk_id).any():
             self._count_unknown(texts, encoded, kept, encoded.lengths if lengths is None else lengths)
@@ -100,22 +100,22 @@ class Losses:
                 self._unknown = f", such as {next(unknown, text[:20])!a}"
 
     def warn(self, where: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
-        """Log what was counted in a cache that was just built, with an example if this run has seen one."""
+        """Log the losses of a cache that was just built, with an example if this run has seen one."""
         warn_of_losses(where, meta, self._changed, self._unknown)
 
 
 def warn_of_losses(
     where: str | os.PathLike[str], meta: Mapping[str, Any], changed: str = "", unknown: str = ""
 ) -> None:
-    """Log what was counted in a cache that was just made.
+    """Log the losses of a cache that was just made (W401, W402, W310), and its signs of an odd source (W314).
 
-    changed: an example of a text that decoding changes; unknown: one of an unknown character, which continues the text.
+    changed: an example of a text that decoding changes. unknown: an unknown character, as the end of a sentence.
     """
     trip = meta["roundtrip"]
     if trip["differ"]:
         logger.warning(
-            "%s: the tokenizer is lossy: %d of %d texts%s that were compared are changed by encoding and "
-            "decoding%s. A tokenizer that is trained here with the default normalization loses nothing",
+            "%s: the tokenizer is lossy: %d of %d compared texts%s change when they are encoded and decoded%s. A "
+            "tokenizer that is trained here with the default normalization loses nothing",
             where,
             trip["differ"],
             trip["texts"],
@@ -130,7 +130,7 @@ def warn_of_losses(
 
 
 def warn_of_unknown(where: str | os.PathLike[str], count: int, example: str = "") -> None:
-    """Log how many ids of a cache that was just built are the unknown id, if any is. example: continues the text."""
+    """Log W402 if ids of a cache that was just built are the unknown id. example: an end of the sentence."""
     if count:
         logger.warning(
             "%s: %d ids are the unknown id: the tokenizer has no piece for a character%s, and no bytes to spell it",
@@ -146,7 +146,7 @@ def _string(text: bytes | str) -> str:
 
 
 def loss_keys(warnings: Counts) -> dict[str, Any]:
-    """Return the keys that the counts give: roundtrip, lossless, unknown_ids, noticed and first_noticed."""
+    """Return the keys of meta.json made from the counts: roundtrip, lossless, unknown_ids, noticed, first_noticed."""
     texts, differ = warnings.get(_TEXTS, 0), warnings.get(_DIFFER, 0)
     elsewhere = (_TEXTS, _DIFFER, _BYTES, UNKNOWN_IDS)
     return {
@@ -159,10 +159,10 @@ def loss_keys(warnings: Counts) -> dict[str, Any]:
 
 
 def loss_table(meta: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, str]:
-    """Return the losses that a meta.json names, as rows of a table: of the loader, the builder and the tokenizer.
+    """Return the losses in a meta.json as rows of a table: title -> text.
 
-    without: counters that are not wanted.
-    Values in another form than docs/formats.md has, as another tool's file may hold, are left out.
+    without: counters to leave out. Values in another form than in docs/formats.md are left out too: another tool may
+    have written the file.
     """
     rows = {}
     source = meta.get("source")

@@ -1,6 +1,6 @@
-"""meta.json: the keys that every cache has, and its content sha256; what must be equal for a build to resume.
+"""meta.json: the keys that every cache has, and its content_sha256; the identity under which a build resumes.
 
-The keys of one kind of cache come from its builder: `described` of its Writer, and its settings.
+The keys of one kind of cache come from its builder: from its settings, and from `described` of its Writer.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from niels_gpt.storage.meta_json import file_records, meta_bytes, parse_object
 from niels_gpt.tokenizers.protocol import Tokenizer, control_ids, token_dtype_name, tokenizer_identity, tokenizer_sha256
 
 BUILDER_VERSIONS = {"tokenizer": 3, "pretrain": 3, "sft": 5, "rollouts": 5}
-"""Of the builder of each kind: raised when the same input gives other bytes."""
+"""Version of the builder of each kind: raised when the same input gives other bytes."""
 OF_ANOTHER_VERSION = "of another version of this program or of a library, which is not used"
-"""What messages say of an unfinished build that is not `is_of_this_version`."""
-_DIGESTS = 4  # raised when the digests of documents in a journal, its counts or its files are made otherwise
+"""The words of messages for an unfinished build that is not `is_of_this_version`."""
+_DIGESTS = 4  # raised when the digests, counts or files in a journal are made in another way
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a cache's text comes from, for its meta.json. Nothing in it may depend on the machine."""
+    """The origin of a cache's text, for meta.json. Nothing in it may depend on the machine."""
 
     name: str | None = None
     """dataset_name: the hub's dataset id, or the name of another source."""
@@ -35,17 +35,18 @@ class Source:
     streaming: bool = False
     """Whether upstream was streamed, so that determinism depends on upstream's order."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    """revision, licence, fingerprint, versions and what else is known: the key `source` of meta.json."""
+    """The key `source` of meta.json: revision, licence, fingerprint, versions and so on."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    """What else decides the stream, such as a recipe's settings: a build resumes only under the same ones."""
+    """Further values that decide the stream, such as a recipe's settings. A build resumes only under the same ones."""
     counters: Mapping[str, int] = field(default_factory=dict)
-    """What the loader dropped or repaired, by reason; read when the stream has ended."""
+    """The loader's numbers of dropped and repaired rows, by reason; read when the stream has ended."""
     from_scratch: str | None = None
     """The command that builds from scratch, for messages; None if no recipe builds."""
     position: dict[str, int] | None = None
-    """The loader's position in its files, which a resumed build sets (data.reader.Position). With it,
-    provenance["fingerprint"] is that of the files' names and bytes. None, or {} while it is read: a resumed build reads
-    all documents again."""
+    """The loader's position in its files, which a resumed build sets (data.reader.Position).
+
+    With it, provenance["fingerprint"] is a hash of the files' names and bytes. If it is None, or {} while the source is
+    read, a resumed build reads all documents again."""
 
 
 def why_unmet(meta: Mapping[str, Any]) -> str:
@@ -56,7 +57,7 @@ def why_unmet(meta: Mapping[str, Any]) -> str:
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the keys of meta.json that the tokenizer decides. Call it before a build: the model may be replaced."""
+    """Return the keys of meta.json that the tokenizer decides. Call it before a build: its file may be replaced."""
     return {
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "vocab_size": int(tokenizer.vocab_size),
@@ -66,7 +67,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def is_of_this_version(identity: Mapping[str, Any]) -> bool:
-    """Whether a build of this version of the program, and of its library, may resume one with this identity."""
+    """Whether this version of the program and of its library may resume a build with this identity."""
     theirs = identity.get("versions")
     if not isinstance(theirs, dict):
         return True
@@ -76,10 +77,10 @@ def is_of_this_version(identity: Mapping[str, Any]) -> bool:
 
 
 def build_identity(source: Source, tokenizer: Tokenizer | None, *, kind: str, **settings: Any) -> dict[str, Any]:
-    """Return all that is known before a build to decide its bytes: a build resumes only under the same identity.
+    """Return the identity of a build: everything known before it that decides its bytes. Only an equal one resumes.
 
-    tokenizer: None for a cache of ids whose tokenizer is not known.
-    It leaves out the fingerprint of the source's files: a resumed build compares the documents instead.
+    tokenizer: None for a cache of ids whose tokenizer is unknown.
+    The fingerprint of the source's files is not in it: a resumed build compares the documents instead.
     """
     asked = {key: source.provenance.get(key) for key in ("revision", "asked_revision", "exclude")}
     return {
@@ -102,7 +103,7 @@ def _of_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _special(tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """Return the ids that drop a text, where files beside the one of the sha256 can change them."""
+    """Return the ids that drop a text, if other files than the one with the recorded sha256 can change them."""
     is_json = getattr(tokenizer, "kind", "") == "huggingface"
     return {"control_ids": sorted(control_ids(tokenizer))} if is_json else {}
 
@@ -127,9 +128,9 @@ def write_description(
 ) -> dict[str, Any]:
     """Write meta.json, the last file of a build, and return it.
 
-    `totals` are also keys of the top level, because the spec's "totals: train_tokens, val_tokens" can mean either.
-    counters: the loader's, as of the last document that was consumed. keys: those of the kind of cache.
+    counters: the loader's, after the last consumed document. keys: further keys of the kind of cache.
     """
+    # The totals are keys of the top level too, because the spec's "totals: train_tokens, val_tokens" can mean either.
     meta = {
         "format_version": FORMAT_VERSION,
         "builder_version": BUILDER_VERSIONS[kind],

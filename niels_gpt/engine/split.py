@@ -1,4 +1,4 @@
-"""Decides which item goes to val (D5), how many tokens of a split still fit, and what counts as a duplicate."""
+"""Decides which item goes to val (D5), how many tokens still fit in a split, and what counts as a duplicate."""
 
 from __future__ import annotations
 
@@ -29,45 +29,46 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _KEYS = 1 << 64  # values of a split key
-_HELD_BYTES = 1 << 30  # of documents that wait on disk until both splits have one; in memory up to:
+_HELD_BYTES = 1 << 30  # documents that wait until both splits have one: on disk above _HELD_IN_MEMORY
 _HELD_IN_MEMORY = 8 << 20
 _HELD_DOCUMENTS = 100_000
-_HELD_CHANCES = 20  # one in e**20 streams has no val document among 20 / share documents
+_HELD_CHANCES = 20  # one stream in e**20 has no val document among its first 20 / share documents
 _DIGEST_DTYPE: np.dtype[np.uint64] = np.dtype("<u8")
 MAX_DIGESTS = 1 << 24
-"""Distinct digests in a pass over a file: 128 MiB, and as much again while they are sorted."""
+"""Distinct digests in one pass over a file: 128 MiB, and as much again to sort them."""
 _READ_LINES = 1 << 12  # at once
 _READ_DIGESTS = 1 << 20  # at once
 _MAX_PASSES = 4  # over files of digests
 
 
 class Waiting(NamedTuple):
-    """What the split needs of an item that waits until both splits have one."""
+    """An item as the split sees it while it waits until both splits have one."""
 
     text: bytes | None
-    """The text that decides; None where the item enters no split."""
+    """The text that decides its split; None if the item enters no split."""
     num_bytes: int
-    """About what it takes to hold the item."""
+    """Approximate bytes to hold the item."""
     is_kept: Callable[[], bool] = lambda: True
-    """Whether the item enters a split, where that is dear to know: asked only of one that might move the bound."""
+    """Whether the item enters a split. Costly, so called only for an item that could move the bound."""
 
 
 class TextSplit:
-    """Splits documents, chats and groups by text and seed, independent of order, of other items, and of the tokenizer.
+    """Splits documents, chats and groups by text and seed, independent of order, of other items and of the tokenizer.
 
-    The text of a chat is its roles and contents (`chat_text`), of a group its id. An item goes to val if its text's key
-    (`split_keys`) is below `bound`, which is share * 2**64. If all items of a stream would go to one split, `bound` is
-    the nearest number that gives each split one, train first. So equal texts are always in one split.
+    The text of a chat is its roles and contents (`chat_text`), the text of a group its id. An item goes to val if its
+    text's key (`split_keys`) is below `bound`, which is share * 2**64. So equal texts are always in the same split. If
+    all items of a stream would go to one split, `bound` becomes the nearest number that gives each split an item, train
+    first.
     """
 
     def __init__(self, share: Fraction | None, seed: int, *, moves: bool = True) -> None:
-        """share: of the items that go to val, 0 to 1; None if every one names its split.
+        """share: part of the items that goes to val, 0 to 1; None if every item names its split.
 
         moves: whether the bound may move; False for a partition, which does not know the other documents.
         """
         self.share, self.seed = share, seed
         self.bound = math.ceil((share or 0) * _KEYS)
-        """Keys below it mean val. Final once `settled` has yielded the first item."""
+        """Keys below it go to val. Final once `settled` has yielded its first chunk."""
         self._moves = moves and share is not None and 0 < self.bound < _KEYS
 
     @property
@@ -77,21 +78,21 @@ class TextSplit:
 
     @halves.setter
     def halves(self, value: Mapping[str, int]) -> None:
-        """Take the bound of a checkpoint."""
+        """Set the bound from a checkpoint."""
         self.bound = (value["high"] << 32) + value["low"]
 
     def in_val(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Return bool [keys]: the text with this key goes to val."""
+        """Return bool [keys]: whether the text with each key goes to val."""
         return keys < np.uint64(self.bound) if self.bound < _KEYS else np.ones(len(keys), dtype=np.bool_)
 
     def settled(
         self, chunks: Iterator[Chunk[T]], folder: Path, waiting: Callable[[T], Waiting | None]
     ) -> Iterator[Chunk[T]]:
-        """Yield items once `bound` is final: when both splits have one, or the stream has ended.
+        """Yield the chunks once `bound` is final: when both splits have an item, or the stream has ended.
 
-        Items wait in an unnamed file in `folder`: at most 1 GiB, 100,000 items, and 20 times as many as give each split
-        one on average. After that, or at an item that names its split, `bound` stays as it is.
-        waiting: what the split needs of an item; None for one that names its split.
+        Until then items wait in an unnamed file in `folder`: at most 1 GiB, 100,000 items, and 20 times the number that
+        gives each split one on average. Beyond that, or at an item that names its split, `bound` stays unchanged.
+        waiting: returns an item as the split sees it, None if the item names its split.
         """
         if not self._moves:
             yield from chunks
@@ -114,7 +115,7 @@ class TextSplit:
         held: tempfile.SpooledTemporaryFile[bytes],
         waiting: Callable[[T], Waiting | None],
     ) -> int:
-        """Write chunks until the bound is known, and set it; returns their number."""
+        """Write chunks to `held` until the bound is known, and set it; return the number of chunks."""
         limit, count, items, num_bytes, lowest, highest = self._most_held, 0, 0, 0, _KEYS, -1
         for count, chunk in enumerate(chunks, 1):
             pickle.dump(chunk, held)
@@ -134,7 +135,8 @@ class TextSplit:
         return count
 
     def _move(self, lowest: int, highest: int) -> None:
-        """Move the bound so that each split has an item. lowest, highest: key. Train first: one text alone is train."""
+        """Move the bound so that each split has an item. lowest, highest: keys."""
+        # min last: a single text has lowest == highest, and goes to train.
         self.bound = min(max(self.bound, lowest + 1), highest)
 
 
@@ -142,15 +144,15 @@ _AS_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys
 
 
 def chat_text(turns: Sequence[tuple[str, Any]]) -> bytes:
-    """Return the text that decides a chat's split, as docs/formats.md has it: its turns as JSON, in utf-8.
+    """Return the text that decides a chat's split: its turns as JSON in utf-8, see docs/formats.md.
 
-    turns: (role, content) of each message; content None where a message has none.
+    turns: role and content of each message; content is None if the message has none.
     """
     return _AS_JSON.encode(turns).encode(errors="surrogatepass")
 
 
 def asked_share(meta: Mapping[str, Any]) -> Fraction | None:
-    """Return the share of val that a build was asked for; None if upstream made the splits, or it is unknown."""
+    """Return the share of val that the settings asked for; None if upstream made the splits, or if it is unknown."""
     if meta.get("val_frac") is not None:
         return Fraction(float(meta["val_frac"]))
     train, val = (meta.get(f"max_{split}_tokens") for split in SPLITS)
@@ -160,10 +162,10 @@ def asked_share(meta: Mapping[str, Any]) -> Fraction | None:
 
 
 def warn_of_share(out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
-    """Log a warning if val's share of the tokens is below half of what was asked for, or above twice as much.
+    """Log W307 if val's share of the tokens is below half of the share that was asked for, or above twice of it.
 
-    The bundled sample is left alone: it is small on purpose.
-    A difference of one document of average length is allowed, because a cache of few documents cannot avoid it.
+    A difference of one document of average length is allowed, because a cache of few documents cannot avoid it. The
+    bundled sample gets no warning: it is small on purpose.
     """
     asked, tokens = asked_share(meta), [int(meta["totals"][f"{split}_tokens"]) for split in SPLITS]
     if meta["kind"] == "rollouts":
@@ -188,7 +190,7 @@ def warn_of_share(out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> N
 
 @dataclass
 class TokenBudget:
-    """How many tokens each split has, and how many it may have."""
+    """The tokens of each split, and their limits."""
 
     limits: dict[str, int | None]
     """At most this many tokens in each split; None: no limit."""
@@ -201,7 +203,7 @@ class TokenBudget:
                 raise ValueError(f"max_{split}_tokens={limit}: expected 0 or more tokens")
 
     def room(self, split: str) -> int | None:
-        """Return the number of tokens that still fit; None: no limit."""
+        """Return the number of tokens that still fit; None without a limit."""
         limit = self.limits[split]
         return None if limit is None else limit - self.used[split]
 
@@ -211,10 +213,10 @@ class TokenBudget:
 
 
 def count_duplicates(*paths: Path, folder: Path | None = None, max_digests: int = MAX_DIGESTS) -> int:
-    """Return how many of the 8-byte digests in some files equal an earlier one in them.
+    """Return how many of the 8-byte digests in `paths` equal an earlier one there.
 
-    max_digests: about as many are in memory. More are read several times, once for each range of digests.
-    folder: if that is often, they are written once more instead, by ranges, to an unnamed file in this folder.
+    max_digests: about as many are in memory. The files are read once for each range of so many digests.
+    folder: with more than 4 ranges, the digests are instead written once, sorted by range, to an unnamed file here.
     """
     count = sum(path.stat().st_size // _DIGEST_DTYPE.itemsize for path in paths)
     passes = max(1, -(-count // max_digests))
@@ -230,7 +232,7 @@ def count_duplicates(*paths: Path, folder: Path | None = None, max_digests: int 
 def count_repeated_lines(path: Path, count: int, *, max_digests: int = MAX_DIGESTS) -> int:
     """Return how many lines of a file equal an earlier one, by 8 bytes of their hash.
 
-    count: of its lines. max_digests: as above, but the file is read and hashed once for each range.
+    count: number of lines. max_digests: as in `count_duplicates`; the file is read and hashed once for each range.
     """
     passes = max(1, -(-count // max_digests))
     ranges = (
@@ -248,7 +250,7 @@ def _line_digests(path: Path) -> Iterator[NDArray[np.uint64]]:
 
 
 def count_in_both(train: Sequence[Path], val: Sequence[Path]) -> int:
-    """Return how many of the digests in val's files are in train's too. All digests of val are in memory."""
+    """Return how many digests in the files of val are also in the files of train. Holds val's digests in memory."""
     of_val = np.concatenate([np.empty(0, dtype=_DIGEST_DTYPE), *_digests(val)])
     distinct, place = np.unique(of_val, return_inverse=True)
     is_there = np.zeros(len(distinct), dtype=np.bool_)
@@ -258,7 +260,7 @@ def count_in_both(train: Sequence[Path], val: Sequence[Path]) -> int:
 
 
 def _num_distinct(digests: Iterable[NDArray[np.uint64]], max_digests: int) -> int:
-    """Count distinct digests; equal ones are removed on the way, to bound memory."""
+    """Count distinct digests. Equal ones are removed on the way, to bound memory."""
     distinct = np.empty(0, dtype=_DIGEST_DTYPE)
     parts, held = [distinct], 0
     for some in digests:
@@ -271,7 +273,7 @@ def _num_distinct(digests: Iterable[NDArray[np.uint64]], max_digests: int) -> in
 
 
 def _ranges(digests: NDArray[np.uint64], passes: int) -> NDArray[np.uint64]:
-    """Return the range of each digest, 0 to passes - 1; ascending for ascending digests."""
+    """Return the range of each digest, 0 to passes - 1. Ascending digests have ascending ranges."""
     return (digests >> np.uint64(32)) * np.uint64(passes) >> np.uint64(32)
 
 
@@ -281,7 +283,7 @@ def _of_range(paths: Sequence[Path], number: int, passes: int) -> Iterator[NDArr
 
 
 def _write_by_range(paths: Sequence[Path], passes: int, file: IO[bytes]) -> list[int]:
-    """Write all digests to a file, those of a range together; returns where each begins, and the end, in digests."""
+    """Write all digests to `file`, grouped by range; return the start of each range and the end, in digests."""
     counts = np.zeros(passes, dtype=np.int64)
     for some in _digests(paths):
         counts += np.bincount(_ranges(some, passes).astype(np.int64), minlength=passes)

@@ -1,8 +1,8 @@
-"""Reads a source in chunks, with its state at each document; shuffles it; encodes it in batches, in parallel, in order.
+"""A source as a stream of chunks with its state at each document; shuffled, and encoded in parallel batches, in order.
 
-Decides the order of documents (Shuffled), where one batch ends (batches), where a resumed source begins (Seek), how
-many batches are encoded ahead in bounded memory, and what happens when a worker dies (InOrder). Documents pass in
-chunks, never one by one; sizes of chunks decide nothing but speed.
+Decides the order of documents (Shuffled), where a batch ends (batches), where a resumed source begins (Seek), how many
+batches are encoded ahead in bounded memory, and what happens if a worker dies (InOrder). For speed, documents move in
+chunks, never one by one; the size of a chunk changes no byte.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 SHUFFLE_ALGORITHM = "replace-random-slot, drain by randperm, torch.Generator"
-"""In meta.json (`shuffle.algorithm`): another algorithm gives other bytes from the same seed."""
-_DRAWS = 1024  # indices drawn at once: one torch call costs about as much as a thousand of them
+"""`shuffle.algorithm` in meta.json: another algorithm gives other bytes from the same seed."""
+_DRAWS = 1024  # indices drawn at once: a call of torch costs about as much as drawing a thousand
 
 BATCH_CHARS = 1 << 20  # a batch is closed by characters, so that memory does not depend on document lengths ...
 BATCH_ITEMS = 1024  # ... nor on their number
@@ -47,43 +47,44 @@ AHEAD_CHARS = 8 << 20
 _AHEAD_PER_WORKER = 2  # batches: one in work, one waiting
 
 _DOCUMENTS = "documents"
-"""Key in a position: the number of documents before the first one, for a source that has not been read yet."""
+"""Key in the position of a source that was not read yet: the number of documents before its first one."""
 _NO_POSITION: Mapping[str, int] = {}
 
 
 class SourceState(NamedTuple):
-    """A snapshot of a source as of one document; reading ahead does not affect it."""
+    """The state of a source just after one document; reading ahead does not change it."""
 
     counters: Mapping[str, int]
-    """The loader's counters: what it has dropped or repaired so far."""
+    """The loader's counters of dropped and repaired rows."""
     generator: str | None
-    """sha256 of the state of the shuffle's generator; None without a shuffle."""
+    """sha256 of the shuffle generator's state; None without a shuffle."""
     position: Mapping[str, int] = _NO_POSITION
-    """The loader's position in its files; {} if it has none, or behind a shuffle."""
+    """The loader's position in its files; {} without one, and after a shuffle."""
 
 
 class Change(NamedTuple):
-    """The state of a source from one item of a chunk on, up to the next change."""
+    """The state of a source from one item of a chunk up to the next change."""
 
     first: int
     """Number of that item in the chunk."""
     counters: Mapping[str, int]
     generator: str | None
     positions: Sequence[Mapping[str, int]] | Mapping[str, Sequence[int]] = ()
-    """Of each item from number `offset` on: one mapping for each, or a column for each key; empty: no position."""
+    """The positions of the items, from item `first` at index `offset`: a mapping for each item, or a column for each
+    key. Empty without positions."""
     offset: int = 0
 
 
 @dataclass
 class Chunk(Generic[T]):
-    """Consecutive items of a source, with its state as of each."""
+    """Consecutive items of a source, with its state after each."""
 
     items: list[T]
     changes: list[Change]
-    """In the order of `first`, which is 0 in the first one."""
+    """Ascending by `first`, which is 0 in the first."""
 
     def state(self, number: int) -> SourceState:
-        """Return the state as of one item."""
+        """Return the state after item `number`."""
         change = self.changes[bisect_right(self.changes, number, key=lambda change: change.first) - 1]
         place, positions = change.offset + number - change.first, change.positions
         if isinstance(positions, Mapping):
@@ -91,7 +92,7 @@ class Chunk(Generic[T]):
         return SourceState(change.counters, change.generator, positions[place] if positions else _NO_POSITION)
 
     def part(self, start: int, stop: int) -> Chunk[T]:
-        """Return the items from number `start` to `stop`, which is not below it."""
+        """Return the items `start` to `stop` (exclusive). start <= stop."""
         if start == 0 and stop >= len(self.items):
             return self
         changes = []
@@ -115,9 +116,9 @@ def chunked(
     position: Mapping[str, int] | None,
     size: Callable[[T], int],
 ) -> Iterator[Chunk[T]]:
-    """Group items into chunks of about a batch; a chunk among the items passes as it is.
+    """Group items into chunks of about a batch. A chunk among the items passes unchanged.
 
-    counters, position: updated by the loader as it is read. size: characters of an item.
+    counters, position: the loader updates them while it is read. size: returns the characters of an item.
     """
     held: list[T] = []
     changes: list[Change] = []
@@ -146,10 +147,14 @@ def chunked(
 
 
 class Shuffled:
-    """Yields every item once, shuffled: `size` items are held, and each next item replaces a random one of them."""
+    """Yields every item once, shuffled.
+
+    Holds `size` items. Each further item replaces a random one of them, which is yielded; the last `size` items come
+    out in a random permutation.
+    """
 
     def __init__(self, size: int | None, seed: int) -> None:
-        """size: items held at once; None, 0 and 1 keep the order. seed: of the torch.Generator."""
+        """size: items held at once; None, 0 and 1 keep the order. seed: for the torch.Generator."""
         if size is not None and size < 0:
             raise ValueError(f"shuffle_buffer={size}: expected 0 or more documents")
         import torch
@@ -163,9 +168,10 @@ class Shuffled:
         return self._size == 1
 
     def of(self, chunks: Iterable[Chunk[T]], counters: Mapping[str, int]) -> Iterator[Chunk[T]]:
-        """Yield the items in chunks; an item has the state of the one that replaces it. Call it once.
+        """Yield the items in chunks. Call it once.
 
-        counters: the loader's; when the source has ended, the state of the items that are left.
+        An item has the state after the item that replaced it, since that one was read before it came out. The items
+        left at the end have `counters`, the loader's, which are final by then.
         """
         if self._size == 1:
             yield from chunks
@@ -183,6 +189,7 @@ class Shuffled:
             drawn_at: list[tuple[int, str]] = [(0, generator)]
             while len(found) < len(rest.items):
                 if not drawn:
+                    # SHUFFLE_ALGORITHM: draws of 1,024, used from the last to the first. Neither may change.
                     drawn = torch.randint(self._size, (_DRAWS,), generator=self._generator).tolist()
                     generator = self._state_sha256()
                     drawn_at.append((len(found), generator))
@@ -202,8 +209,8 @@ class Shuffled:
 
 
 def _with_generator(changes: list[Change], drawn_at: list[tuple[int, str]]) -> list[Change]:
-    """Return changes with the states of a generator: (number of an item, the state from it on), the last one holds."""
-    states = dict(drawn_at)  # the later one of two at the same item
+    """Return `changes` with the generator's states added. drawn_at: (number of an item, the state from there on)."""
+    states = dict(drawn_at)  # of two states at the same item, the later one
     firsts = sorted({*states, *(change.first for change in changes)})
     found, chunk = [], Chunk[Any]([], changes)
     generator: str | None = None
@@ -218,12 +225,12 @@ class Batch(Generic[T]):
     """Items that are encoded together."""
 
     first: int
-    """Number of the first item, counted from the beginning of the source."""
+    """Number of the first item in the source, from 0."""
     chunk: Chunk[T]
     payload: list[bytes | str]
-    """Their texts: one for each document, one for each message of a chat."""
+    """The texts: one for each document, or for each message of a chat."""
     num_chars: int
-    """Characters of these texts."""
+    """Characters of `payload`."""
 
     @property
     def items(self) -> list[T]:
@@ -231,7 +238,7 @@ class Batch(Generic[T]):
         return self.chunk.items
 
     def __str__(self) -> str:
-        """Name the items, for a message."""
+        """Return the numbers of the items and the beginning of their text, for messages."""
         begin = next((beginning(text) for text in self.payload if text), "")
         return f"documents {self.first} to {self.first + len(self.items) - 1} (the first begins {begin!r})"
 
@@ -239,7 +246,7 @@ class Batch(Generic[T]):
 def batches(
     chunks: Iterable[Chunk[T]], *, texts: Callable[[list[T]], list[list[bytes | str]]], first: int = 0
 ) -> Iterator[Batch[T]]:
-    """Group items into batches of at most BATCH_ITEMS items and BATCH_CHARS characters; a longer item is alone.
+    """Group items into batches of at most BATCH_ITEMS items and BATCH_CHARS characters. A longer item is a batch alone.
 
     texts: returns the texts of each item. first: number of the first item.
     """
@@ -274,13 +281,13 @@ def beginning(text: bytes | str) -> str:
 
 
 class Encoder(Protocol[R_co]):
-    """What turns the texts of a batch into what a builder stores."""
+    """Encodes the texts of a batch for a Writer."""
 
     def hashes(self, texts: Sequence[bytes | str]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return split keys, or none, and the digests of texts: uint64 [texts] each."""
+        """Return the split keys and the digests of texts: uint64 [texts] each; the keys may be empty."""
 
     def encode(self, texts: Sequence[bytes | str], first: int = 0) -> R_co:
-        """Return what a batch becomes. first: the number of its first text in the stream."""
+        """Return the encoded batch. first: number of its first text in the stream."""
 
 
 @dataclass(frozen=True)
@@ -290,16 +297,16 @@ class ItemKind(Generic[T]):
     texts: Callable[[T], list[bytes | str]]
     """The texts to encode."""
     label: Callable[[T], str]
-    """All else of the item that enters a cache."""
+    """Everything else of the item that enters a cache, as one string."""
     name: Callable[[T], str]
     """The item's id in its source."""
 
     def size(self, item: T) -> int:
-        """Return about how many characters an item has: they close a chunk."""
+        """Return the approximate number of characters of an item, which closes a chunk."""
         return sum(map(len, self.texts(item)))
 
     def digests(self, items: Sequence[T], encoder: Encoder[Any] | None) -> list[bytes]:
-        """Return the digests that tell whether items have changed."""
+        """Return the digest of each item, by which a resumed build sees whether it has changed."""
         assert encoder is not None
         texts = list(map(self.texts, items))
         each = iter(digest_list(encoder.hashes(list(chain.from_iterable(texts)))[1]))
@@ -312,41 +319,41 @@ class ItemKind(Generic[T]):
 
 
 def digest_list(digests: NDArray[np.uint64]) -> list[bytes]:
-    """Return digests of texts as bytes."""
+    """Return digests (uint64) as bytes objects, DIGEST_BYTES each."""
     raw = digests.tobytes()
     return [raw[start : start + DIGEST_BYTES] for start in range(0, len(raw), DIGEST_BYTES)]
 
 
 def item_digest(label: str, text_digests: Iterable[bytes]) -> bytes:
-    """Return the digest of an item: of its label, which is all but its texts that enters a cache, and its texts."""
+    """Return the digest of an item from its label (`ItemKind.label`) and the digests of its texts."""
     digests = b"".join(text_digests)
     return hashlib.sha256(label.encode(errors="surrogatepass") + b"\0" + digests).digest()[:DIGEST_BYTES]
 
 
 @dataclass(frozen=True)
 class Seek:
-    """What a checkpoint records of a source whose documents keep the order of its files, so as to resume there.
+    """The place of a checkpoint in a source whose documents keep the order of its files.
 
-    A resumed source begins with the last document of the checkpoint, which is compared with the one recorded. So the
-    position to seek is that of the document before it.
+    A resumed source begins again with the last document of the checkpoint, to compare it with its recorded digest. So
+    the position to seek is the one after the document before it.
     """
 
     fingerprint: str
-    """Of the files' names and bytes."""
+    """Hash of the files' names and bytes."""
     before: dict[str, int]
-    """The loader's counters before the first row: they depend on more than the files, such as on --exclude."""
+    """The loader's counters before the first row. They depend on more than the files, for example on --exclude."""
     counters: dict[str, int]
     position: dict[str, int]
-    """Both of the last document but one."""
+    """Both after the last document but one."""
     last_counters: dict[str, int]
     last_position: dict[str, int]
-    """Both of the last document."""
+    """Both after the last document."""
 
     @classmethod
     def between(
         cls, fingerprint: str, before: Mapping[str, int], previous: SourceState, last: SourceState
     ) -> Seek | None:
-        """Return what to record; None if a position is unknown."""
+        """Return the Seek of a checkpoint, or None if a position is unknown."""
         if not previous.position or not last.position:
             return None
         parts = (before, previous.counters, previous.position, last.counters, last.position)
@@ -354,11 +361,11 @@ class Seek:
 
     @classmethod
     def parsed(cls, value: Any, where: str) -> Seek | None:
-        """Return the Seek of a journal line. Raises: TypeError, ValueError, LookupError for anything else."""
+        """Return the Seek in a line of a journal. Raises: TypeError, ValueError, LookupError for an invalid one."""
         if value is None:
             return None
         if set(value) != set(cls.__dataclass_fields__) or not isinstance(value["fingerprint"], str):
-            raise ValueError("seek has other keys than it should have")
+            raise ValueError("seek has unknown keys, or lacks some")
         numbers = {key: counts for key, counts in value.items() if key != "fingerprint"}
         for key, counts in numbers.items():
             for number in counts.values():
@@ -366,11 +373,11 @@ class Seek:
         return cls(value["fingerprint"], **{key: dict(counts) for key, counts in numbers.items()})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the value in a journal line."""
+        """Return the value for a line of a journal."""
         return asdict(self)
 
     def leads_to(self, state: SourceState) -> bool:
-        """Whether a document has the state that the last one had."""
+        """Whether `state` is the recorded state after the last document."""
         return (dict(state.counters), dict(state.position), state.generator) == (
             self.last_counters,
             self.last_position,
@@ -378,7 +385,10 @@ class Seek:
         )
 
     def apply(self, documents: int, counters: dict[str, int], position: dict[str, int]) -> SourceState:
-        """Make an unread source begin with the last of `documents` documents; returns the state before it."""
+        """Let an unread source begin with the last of `documents` documents; return the state before it.
+
+        counters, position: the source's, which are changed in place.
+        """
         counters.clear()
         counters.update(self.counters)
         position.clear()
@@ -388,7 +398,7 @@ class Seek:
 
 
 def first_number(position: dict[str, int] | None) -> int:
-    """Remove the number of a source's first document from its position and return it."""
+    """Remove the number of a source's first document from its position, and return it; 0 without one."""
     return 0 if position is None else position.pop(_DOCUMENTS, 0)
 
 
@@ -402,10 +412,10 @@ def encoded(
     num_threads: int,
     executor: Executor | None,
 ) -> Iterator[Iterator[tuple[Batch[T], R | None]]]:
-    """Yield batches with what they are encoded to, in order. first: number of the first item.
+    """Yield batches with their encoded results, in order.
 
-    encoder: None for items that are stored as they are: then each chunk is a batch.
-    num_threads: threads that encode; 0: the caller's own. executor: encodes instead; it is left open.
+    encoder: None stores items as they are; each chunk is a batch then. first: number of the first item.
+    num_threads: threads that encode; 0 encodes in the caller's thread. executor: encodes instead, and is left open.
     """
     if encoder is None:
         yield _as_they_are(chunks, first)
@@ -433,23 +443,23 @@ def _encode_elsewhere(encoder: bytes, texts: list[bytes | str], first: int) -> A
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))
-        except Exception:  # an error that cannot be pickled would kill the worker
+        except Exception:  # an error that cannot be pickled would break the pool
             raise WorkerDied(f"{type(error).__name__}: {error}") from None
         raise
 
 
 @lru_cache(maxsize=4)
 def _unpickled(encoder: bytes) -> Encoder[Any]:
-    """Open a tokenizer once in each process. An error here reaches the caller; one while unpickling kills a worker."""
+    """Unpickle an encoder once in each process.
+
+    Done here, its error reaches the caller. An error while the executor unpickles arguments kills the worker.
+    """
     opened: Encoder[Any] = pickle.loads(encoder)
     return opened
 
 
 class InOrder(Generic[T, R]):
-    """Yields (batch, work(batch.payload, batch.first)) in the order of the batches, with any executor.
-
-    Where a worker of a process pool dies, the error names the batches that were lost with it.
-    """
+    """Yields (batch, work(batch.payload, batch.first)) in the order of the batches, with any executor."""
 
     def __init__(
         self,
@@ -457,10 +467,7 @@ class InOrder(Generic[T, R]):
         executor: Executor | None,
         kind: ItemKind[T] | None = None,
     ) -> None:
-        """executor: None works in the caller's thread. It is left open.
-
-        kind: names the document of an EngineDifference and of a TextError.
-        """
+        """executor: left open; None works in the caller's thread. kind: names the document of an error."""
         self._kind = kind
         self._work = work
         self._executor = executor
@@ -468,7 +475,10 @@ class InOrder(Generic[T, R]):
         self._max_ahead = _AHEAD_PER_WORKER * int(num_workers)
 
     def __call__(self, batches: Iterable[Batch[T]]) -> Generator[tuple[Batch[T], R]]:
-        """Submit as many batches ahead as memory allows, and yield each with its result."""
+        """Submit as many batches ahead as memory allows, and yield each with its result.
+
+        Raises: WorkerDied E506 with the batches that were lost with a worker.
+        """
         if self._executor is None:
             for batch in batches:
                 with self._naming(batch):
@@ -490,8 +500,8 @@ class InOrder(Generic[T, R]):
                 except BrokenExecutor as error:
                     raise WorkerDied(
                         f"a worker died while {len(submitted)} batches were in work, from {batch} on "
-                        f"({str(error) or type(error).__name__}). The same build resumes. Look for "
-                        "a text there that takes more memory than there is, or encode in this process: no executor"
+                        f"({str(error) or type(error).__name__}). The same build resumes. Look there for "
+                        "a text that takes more memory than there is, or encode in this process: no executor"
                     ) from error
                 submitted.popleft()
                 yield batch, result
@@ -501,7 +511,7 @@ class InOrder(Generic[T, R]):
 
     @contextmanager
     def _naming(self, batch: Batch[T]) -> Iterator[None]:
-        """Add the id and the beginning of its text to the error of a document: see EngineDifference and TextError."""
+        """Add a document's id and the beginning of its text to its EngineDifference or TextError."""
         try:
             yield
         except (EngineDifference, TextError) as error:

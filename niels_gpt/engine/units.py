@@ -1,8 +1,8 @@
-"""A cache in units (users say partitions): each is built alone, on any machine, and the seal makes one cache of all.
+"""A cache in units (users say partitions): each is built alone, on any machine, and the seal joins them into one cache.
 
-plan.json fixes what all units share. It is written once, by the machine that comes first, and never changed. A unit is
-a cache of its own in the plan's folder, and its meta.json is its receipt, which names the plan's sha256. A kind says
-what damages a unit and how units are joined: `UnitKind`. Nothing that lies in the folder is trusted.
+plan.json fixes everything that the units share. The first machine writes it, and nobody changes it. A unit is a cache
+of its own in the plan's folder. Its meta.json is its receipt, and names the plan's sha256. A kind of cache says how a
+unit can be damaged and how units are joined: `UnitKind`. No file in the folder is trusted.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from niels_gpt.storage.meta_json import (
     MAX_JSON_BYTES,
     checked_sha256,
     file_records,
+    link_in_the_way,
     parse_object,
     path_inside,
     printable,
@@ -56,10 +57,10 @@ logger = logging.getLogger(__name__)
 
 PLAN_VERSION = 1
 LISTINGS_NAME = "listings"
-"""Beside plan.json: more listings of the same text, one a line. The plan's sha256 does not cover it."""
+"""A file beside plan.json with further listings of the same text, one a line. The plan's sha256 does not cover it."""
 SHARDS_RULE = "shards"
-"""`rule` of a plan whose units are shards of one folder, which a plan of its own cuts; any number of builders may share
-them."""
+"""`rule` of a plan whose units are the shards of one folder: any number of builders may share them. Another plan says
+where the shards are cut."""
 _SIZES = {SHARDS_RULE: (1, 1_000_000)}  # how many units a plan of a rule has: a shard's name has six digits
 _DIGITS = 5  # of a unit's folder
 _TARGET = re.compile(r"\.versions/([0-9]{5})/([0-9a-f]{12})")
@@ -82,7 +83,7 @@ class PartitionPlan:
     path: Path
     """The cache's public path, absolute."""
     content: Mapping[str, Any]
-    """What plan.json holds: see `fix_plan`."""
+    """The object in plan.json: see `fix_plan`."""
 
     @functools.cached_property
     def folder(self) -> Path:
@@ -106,7 +107,7 @@ class PartitionPlan:
 
     @property
     def is_there(self) -> bool:
-        """Whether plan.json is there with this content: a seal, `restart` and gc remove it."""
+        """Whether plan.json exists with this content. A seal, `restart` and gc remove it."""
         try:
             return read_regular(self.folder / PLAN_NAME, MAX_PLAN_BYTES) == canonical_json(self.content)
         except (OSError, CacheError):
@@ -122,20 +123,20 @@ class PartitionPlan:
 
 
 def fix_plan(path: str | os.PathLike[str], content: Mapping[str, Any]) -> PartitionPlan:
-    """Write plan.json unless it is there; return the plan. The caller holds `build_lock(path)`.
+    """Write plan.json if it does not exist, and return the plan. The caller holds `build_lock(path)`.
 
     content: plan_version 1, kind "partition_plan", cache (such as "pretrain/roam"), partitions (the number of units, 2
         or more; of shards 1 or more), rule, fingerprint (of the recipe, 64 hex digits), recipe, source and code
         (objects), tokenizer_sha256, tokenizer_content_sha256 (both null for recorded ids); listing and exclude_sha256
         (both may be null).
-    Raises: CacheError E511 for another content under the same fingerprint, naming the keys that differ; CacheError for
-        a content in another form, and for anything but a plan.json at its place.
+    Raises: CacheError E511 for another content under the same fingerprint, with the keys that differ; CacheError E202
+        for a content in another form; CacheError E205 if a link or a folder is at its place.
     """
     plan = PartitionPlan(Path(os.path.abspath(path)), parse_object(canonical_json(content)))
     _check_content(plan.content, f"{path}: {PLAN_NAME}")
     where = plan.folder / PLAN_NAME
     if plan.folder.is_symlink():
-        raise CacheError(plan.folder, "a symbolic link", "the folder of a plan", "Remove it", code="E205")
+        raise link_in_the_way(plan.folder, "the folder of a plan")
     if not os.path.lexists(where):
         fileio.make_dir(plan.folder)
         write_bytes(where, canonical_json(plan.content))
@@ -154,7 +155,7 @@ def fix_plan(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Partit
 
 
 def plans_of(path: str | os.PathLike[str]) -> list[PartitionPlan]:
-    """Return the plans of the cache at `path`, the most recently written first; other folders are left out."""
+    """Return the plans of the cache at `path`, the most recently written first. Folders without a plan are left out."""
     dated: list[tuple[int, str, PartitionPlan]] = []
     for folder in versions_dir(path).glob(f"{PARTITIONS}-*"):
         with suppress(OSError, ValueError):
@@ -164,10 +165,7 @@ def plans_of(path: str | os.PathLike[str]) -> list[PartitionPlan]:
 
 
 def discard_plan(plan: PartitionPlan) -> bool:
-    """Remove a plan and its units, unless one is being built; return whether it is gone. `build_lock` is held.
-
-    plan.json goes last: a half-removed folder still names its cache.
-    """
+    """Remove a plan and its units, unless one is being built; return whether it is gone. `build_lock` is held."""
     try:
         versions.refuse_if_partition_is_built(plan.folder)
     except CacheError as error:
@@ -178,7 +176,7 @@ def discard_plan(plan: PartitionPlan) -> bool:
 
 
 def _read_plan(path: Path, folder: Path) -> PartitionPlan:
-    """Return the plan in a folder. Raises: OSError, ValueError (CacheError too) for anything else."""
+    """Return the plan in a folder. Raises: OSError; ValueError, also as CacheError, if there is no valid plan."""
     if folder.is_symlink():
         raise CacheError(folder, "a symbolic link", "the folder of a plan", code="E205")
     raw = read_regular(folder / PLAN_NAME, MAX_PLAN_BYTES)
@@ -190,7 +188,7 @@ def _read_plan(path: Path, folder: Path) -> PartitionPlan:
 
 
 def _check_content(content: Mapping[str, Any], where: str) -> None:
-    """Raise CacheError for a plan in another form."""
+    """Raise CacheError E202 for a plan in another form."""
     for key, expected in (("plan_version", PLAN_VERSION), ("kind", PLAN_KIND)):
         if content.get(key) != expected or type(content[key]) is not type(expected):
             raise wrong_value(where, key, content.get(key), repr(expected))
@@ -214,49 +212,56 @@ def _check_content(content: Mapping[str, Any], where: str) -> None:
 
 
 class Unit(NamedTuple):
-    """What was found of one unit."""
+    """The state of one unit."""
 
     number: int
-    """From 0; -1 of an entry of the plan's folder that belongs to no unit."""
+    """From 0; -1 for an entry of the plan's folder that belongs to no unit."""
     state: str
-    """finished; missing: no receipt; started: an unfinished build is there; doubled: its receipt claims another number,
-    or it has the documents of another unit; foreign: not made by a build of ours, or a link out; stale: of another plan
-    or version of the builder; damaged: its files differ from its receipt."""
+    """One of
+
+    finished
+    missing     no receipt
+    started     an unfinished build
+    doubled     its receipt claims another number, or it has the documents of another unit
+    foreign     no build of this project made it, or it is a link out of the folder
+    stale       another plan or version of the builder made it
+    damaged     its files differ from its receipt
+    """
     found: str = ""
-    """What is wrong, for a message. With number -1: the entry's name, then what is wrong."""
+    """The problem, for a message; with number -1, the entry's name and the problem."""
     version: str = ""
-    """Name of the version that its link leads to, which its content decides; "" without a good receipt."""
+    """Name of the version that its link points to, made from its content; "" without a good receipt."""
     items: int = 0
     """Documents, chats or groups in both splits, by a good receipt."""
     tokens: int = 0
     """Tokens in both splits, by a good receipt."""
     entry: Path | None = None
-    """With number -1: the entry, by its name as it is."""
+    """With number -1: the entry's path, with its name unescaped."""
     receipt: Meta | None = None
-    """Its meta.json, where `look_at` found it finished; None in the list of `states_of`."""
+    """Its meta.json if `look_at` found it finished; None in the list of `states_of`."""
 
     @property
     def is_unbuilt(self) -> bool:
-        """Whether it is missing or started: its build mends it, and nothing is removed first."""
+        """Whether it is missing or started: its build repairs that, and nothing needs to be removed first."""
         return self.state in ("missing", "started")
 
 
 class Mended(NamedTuple):
-    """What was done about the damaged files of a sealed cache."""
+    """The result of a repair of damaged files of a sealed cache."""
 
     files: list[str]
     """Names of the files that have their recorded bytes again."""
     left: list[str]
-    """Names of the files that are still damaged, where other units have bytes."""
+    """Names of the files that are still damaged: bytes of other units are in them."""
     unit: int | None
-    """Number of a unit to build next for the first of `left`; None: not known."""
+    """Number of the unit to build next for the first of `left`; None if unknown."""
 
 
 Mend = Callable[[Path, Meta, Mapping[int, tuple[Path, Meta]]], Mended]
 
 
 class UnitPlan(Protocol):
-    """What `states_of` and `not_finished` need of a plan: of a folder of units, or of units that share one folder."""
+    """A plan as `states_of` and `not_finished` need it: its units are folders, or files in one folder."""
 
     @property
     def path(self) -> Path:
@@ -271,17 +276,17 @@ PlanT = TypeVar("PlanT", bound=UnitPlan)
 
 
 class Looks(Generic[PlanT]):
-    """How units of a kind are looked at: where a receipt is, how a unit is damaged, which files block its build."""
+    """How units of a kind are examined: where a receipt is, how a unit is damaged, which files block its build."""
 
     word: ClassVar[str] = "partition"
-    """What a unit is called in messages."""
+    """The word for a unit in messages."""
 
     def look(self, plan: PlanT, number: int) -> Unit:
-        """Return a unit by a quick look: its receipt, and the sizes of its files."""
+        """Return the state of a unit by its receipt and the sizes of its files, without reading them."""
         raise NotImplementedError
 
     def looks(self, plan: PlanT) -> Iterator[Unit]:
-        """Yield each unit by number; one again, in another state, that does not fit to a later one."""
+        """Yield each unit by number. A unit that conflicts with a later one is yielded again, in another state."""
         return (self.look(plan, number) for number in range(plan.total))
 
     def size(self, plan: PlanT, unit: Unit) -> int:
@@ -289,7 +294,7 @@ class Looks(Generic[PlanT]):
         raise NotImplementedError
 
     def damage(self, plan: PlanT, unit: Unit, progress: Progress | None) -> str:
-        """Read all files of a finished unit, and return the damage; "" for a good one."""
+        """Read all files of a finished unit, and return the damage, "" without any."""
         raise NotImplementedError
 
     def foreign(self, plan: PlanT) -> Iterator[tuple[Path, str]]:
@@ -301,7 +306,7 @@ class Looks(Generic[PlanT]):
         raise NotImplementedError
 
     def refusal(self, path: Path, found: str, remedy: str) -> CacheError:
-        """Return the error that names the unfinished ones."""
+        """Return the error E510 that names the unfinished units."""
         return CacheError(path, found, remedy=remedy, code="E510")
 
 
@@ -312,33 +317,32 @@ class UnitKind(Looks[PartitionPlan]):
     name: str
     """`kind` in the receipts."""
     same: tuple[str, ...]
-    """Keys of meta.json that all units of a cache have in common; the cache has them too."""
+    """Keys of meta.json that are equal in all units of a cache, and in the cache."""
     examine: Callable[[Path, bool, Progress | None], tuple[Meta | None, str]]
-    """Takes a unit's folder, whether to read every file, and progress; returns its meta.json, None for one that cannot
-    be read, and what is wrong with it or its files, "" for a good one."""
+    """Takes a unit's folder, whether to read every file, and progress. Returns its meta.json (None if unreadable) and
+    the damage ("" without any)."""
     items: Callable[[Meta], int]
-    """Returns how many documents, chats or groups a receipt counts."""
+    """Returns the documents, chats or groups in a receipt."""
     read: str
-    """Key of a receipt that counts those that were read, dropped ones included."""
+    """Key of a receipt that counts the items read, dropped ones included."""
     join: Callable[[Path, PartitionPlan, Source, Iterator[tuple[Path, Meta]]], Meta]
-    """Takes the folder to write to, the plan, the source, and folder and receipt of each unit in order. Writes all
-    files of the cache and meta.json; returns the meta."""
+    """Takes the folder to write to, the plan, the source, and the folder and receipt of each unit in order. Writes all
+    files of the cache, then meta.json; returns the meta."""
     warn: Callable[[Path, Meta], None]
-    """Logs what no unit can know. Takes the cache's path and its meta."""
+    """Takes the cache's path and its meta. Logs the warnings that no unit could give alone."""
     mend: Mend | None = None
-    """Replaces damaged files of a sealed cache. Takes the folder of its version, its meta, and folder and receipt of
-    each unit that was built again, by number. None: a damaged cache is built again as a whole."""
+    """Takes the folder of a sealed version, its meta, and the folder and receipt of each unit that was built again, by
+    number. Replaces damaged files. None: a damaged cache is built again as a whole."""
     units_at: Callable[[Path, Meta, str, int, int], list[int]] | None = None
-    """Returns the units that bytes of a file of a sealed cache are from. Takes the folder of its version, its meta, the
-    file's name, the first byte, and the byte after the last one. Returns [] where nothing tells. None: no unit mends a
-    file."""
+    """Takes the folder of a sealed version, its meta, a file's name, the first byte and the byte after the last one.
+    Returns the units that wrote these bytes, [] if unknown. None: no unit repairs a file."""
 
     def look(self, plan: PartitionPlan, number: int) -> Unit:
-        """Return a unit by a quick look: its link, its receipt, and the sizes of its files."""
+        """Examine the unit's link too."""
         return look_at(plan, self, number)
 
     def looks(self, plan: PartitionPlan) -> Iterator[Unit]:
-        """Yield each unit; stale ones differ from others in what all have in common, doubled ones have equal text."""
+        """Yield each unit; a stale one differs from the first in a key of `same`, two doubled ones have equal text."""
         common, made = Meta(), dict[tuple[str, bytes], int]()
         for unit in super().looks(plan):
             number, receipt = unit.number, unit.receipt
@@ -365,7 +369,7 @@ class UnitKind(Looks[PartitionPlan]):
         return self.examine(version_folder(plan, unit), True, progress)[1]
 
     def foreign(self, plan: PartitionPlan) -> Iterator[tuple[Path, str]]:
-        """Yield each entry of the plan's folder, and of the versions of its units, that no build has put there."""
+        """Yield each entry of the plan's folder and its `.versions` that no build put there."""
         names = {plan.unit_path(number).name for number in range(plan.total)}
         for folder, known in (
             (plan.folder, {*names, PLAN_NAME, LISTINGS_NAME, VERSIONS_DIR}),
@@ -386,7 +390,7 @@ class UnitKind(Looks[PartitionPlan]):
 
 
 def look_at(plan: PartitionPlan, kind: UnitKind, number: int) -> Unit:
-    """Return a unit by a quick look: its link, its receipt, and the sizes of its files."""
+    """Return the state of a unit by its link, its receipt and the sizes of its files, without reading them."""
     path = plan.unit_path(number)
     if not os.path.lexists(path):
         if any(versions_dir(path).glob(f"{BUILDING}-*")):
@@ -409,12 +413,12 @@ def look_at(plan: PartitionPlan, kind: UnitKind, number: int) -> Unit:
 
 
 def version_folder(plan: PartitionPlan, unit: Unit) -> Path:
-    """Return the folder of the version that a finished unit is."""
+    """Return the folder of a finished unit's version."""
     return versions_dir(plan.unit_path(unit.number)) / unit.version
 
 
 def _claim(plan: PartitionPlan, kind: UnitKind, number: int, meta: Meta) -> tuple[str, str] | None:
-    """Return the state and what is wrong unless a receipt is of this plan, version and number."""
+    """Return the state and the problem of a receipt of another plan, version or number; None for a good receipt."""
     claim = meta.get("partition")
     if meta.get("kind") != kind.name or not isinstance(claim, dict):
         return "foreign", f"its {META_NAME} is no receipt of a partition"
@@ -431,9 +435,9 @@ def _claim(plan: PartitionPlan, kind: UnitKind, number: int, meta: Meta) -> tupl
 
 
 def states_of(plan: PlanT, kind: Looks[PlanT], *, deep: bool = False, progress: Progress | None = None) -> list[Unit]:
-    """Return each unit by number, then foreign entries among them, which have number -1.
+    """Return the state of each unit by number, then each foreign entry of the folder, with number -1.
 
-    deep: read every file too, and compare its checksums; else receipts and sizes only.
+    deep: read every file and compare its checksums; otherwise receipts and sizes only.
     progress: called with files, bytes read, and bytes to read in all.
     """
     found, sizes = dict[int, Unit](), dict[int, int]()
@@ -449,9 +453,9 @@ def states_of(plan: PlanT, kind: Looks[PlanT], *, deep: bool = False, progress: 
 
 
 def _origin(receipt: Meta) -> tuple[str, bytes]:
-    """Return what two units of several documents cannot share: their content, and where their source ended, if known.
+    """Return a unit's content and the place where its source ended, if known: two units cannot have both in common.
 
-    Two files of a source may be equal, so equal content alone does not prove that a receipt was copied.
+    Equal content alone does not prove that a receipt was copied: two files of a source may be equal.
     """
     return receipt["content_sha256"], canonical_json(receipt["partition"].get("end"))
 
@@ -461,7 +465,7 @@ def _damages(
 ) -> Iterator[tuple[int, str]]:
     """Read every file of the finished units, several units at once; yield number and damage of a damaged one.
 
-    progress is called here, not in the threads: what it raises ends the reading, and is no damage of a unit.
+    progress is called here, not in the threads: its exception ends the reading, and is not a unit's damage.
     """
     total, heard, stopped = sum(sizes.values()), {number: (0, 0) for number in sizes}, Event()
 
@@ -505,12 +509,12 @@ class _Stopped(BaseException):
 
 
 class Commands(NamedTuple):
-    """The commands that a refused seal names."""
+    """The commands in the error of a refused seal."""
 
     unit: Callable[[int], str]
-    """Returns the one that builds a unit."""
+    """Takes a unit's number. Returns the command that builds it."""
     whole: str
-    """Builds all that are missing, and seals."""
+    """Builds all missing units, and seals."""
     seal: str
 
 
@@ -525,20 +529,19 @@ def seal(
     committed: Callable[[Meta], None] | None = None,
     progress: Progress | None = None,
 ) -> Meta:
-    """Commit the cache of all units at `plan.path`, remove the plan's folder, and return the cache's meta.json.
+    """Join all units into the cache at `plan.path`, commit it, remove the plan's folder, and return its meta.json.
 
-    A seal that was killed is repeated. The bytes depend on the receipts alone. The caller does not hold
-    `build_lock(plan.path)`: it is held in here.
-    source: name, config, streaming and from_scratch as for `build_pretrain`; provenance: the key `source` of the meta,
-        without `counters`, which are the sums of the receipts' counters. Its position and counters are not looked at.
-    deep: compare the sha256 of every file of every unit; else sizes. wait: for the lock, as in `build_lock`.
-    commands: those that the error E510 names; None: the one of `source`.
+    Takes `build_lock(plan.path)`. The bytes depend on the receipts alone. A seal that was killed can be repeated.
+    source: name, config, streaming and from_scratch as for `build_pretrain`. provenance: the key `source` of the meta
+        without `counters`, which are the sums over the receipts. position and counters are not used.
+    deep: compare the sha256 of every file of every unit; otherwise sizes. wait: wait for the lock, as in `build_lock`.
+    commands: named in E510; None: the command of `source`.
     committed: called with the meta after the commit, before the plan's folder is removed.
     progress: called with files, bytes read, and bytes to read in all.
-    Warns (W509) where the plan's folder stays, because a unit is being built in it.
-    Raises: CacheError E510 naming each unit that is not finished, or where plan.json is gone; E503 while a unit is
-        being built or, without `wait`, another process seals; E206 for a meta.json that readers would refuse for its
-        size; ValueError E303 where no unit has a token for the train split; OSError.
+    Warns W509 if the plan's folder stays because a unit is being built in it.
+    Raises: CacheError E510 with each unit that is not finished, or if plan.json is gone; CacheError E503 while a unit
+        is being built, or while another process seals, unless `wait`; CacheError E206 for a meta.json larger than
+        readers accept; NoTextError E303 if no unit has a token for train; OSError.
     """
     with _saying_what_is_kept(plan.path), versions.building(plan.path, wait=wait) as work:
         if not plan.is_there:
@@ -556,6 +559,7 @@ def seal(
         versions.commit(work, plan.path, str(meta["content_sha256"]))
         if committed is not None:
             committed(meta)
+        # Only now: a seal that is killed before the commit finds all units again.
         if not discard_plan(plan):
             logger.warning(
                 "%s: not removed, because one of its partitions is being built. Later: %s",
@@ -568,7 +572,7 @@ def seal(
 
 
 def _receipts(plan: PartitionPlan, kind: UnitKind, units: Sequence[Unit]) -> Iterator[tuple[Path, Meta]]:
-    """Yield folder and receipt of each unit, in order. Raises: CacheError E510 for one that changed since its look."""
+    """Yield folder and receipt of each unit, in order. Raises: CacheError E510 for one that changed after its check."""
     for unit in units:
         now = look_at(plan, kind, unit.number)
         if now.receipt is None or now.version != unit.version:
@@ -577,7 +581,7 @@ def _receipts(plan: PartitionPlan, kind: UnitKind, units: Sequence[Unit]) -> Ite
             raise CacheError(
                 plan.unit_path(unit.number),
                 f"{state}, though it was finished just now: {found}",
-                remedy="Let nothing change the partitions, and seal again",
+                remedy="Let no other process change the partitions, and seal again",
                 code="E510",
             )
         yield version_folder(plan, now), now.receipt
@@ -585,7 +589,7 @@ def _receipts(plan: PartitionPlan, kind: UnitKind, units: Sequence[Unit]) -> Ite
 
 @contextmanager
 def _saying_what_is_kept(path: Path) -> Iterator[None]:
-    """Name a file, and what to do, where the disk takes nothing more."""
+    """Add to the error of a full or read-only disk that the units are kept."""
     try:
         yield
     except OSError as error:
@@ -602,9 +606,9 @@ def not_finished(
     commands: Commands | None,
     from_scratch: str | None = None,
 ) -> CacheError:
-    """Return the error that names each unit that is not finished, and the commands that build them and seal.
+    """Return the error E510 with each unit that is not finished, and the commands that build them and seal.
 
-    Where more than 20 are missing, one command builds them all.
+    If more than 20 are missing, one command builds them all.
     """
     bad = sorted((unit for unit in units if unit.state != "finished"), key=lambda unit: (unit.state, unit.number))
     groups = [(name, list(some)) for name, some in groupby(bad, key=lambda unit: unit.state)]
@@ -626,7 +630,7 @@ def not_finished(
 
 
 def _described(units: Sequence[Unit]) -> str:
-    """Return the numbers of units in one state, runs of them as 3-5, or each with what is wrong."""
+    """Return the numbers of units in one state, with runs as 3-5; of bad units, each number with its problem."""
     if not units[0].is_unbuilt:
         return ", ".join(f"{unit.number} ({unit.found})" if unit.number >= 0 else unit.found for unit in units)
     runs = [
@@ -637,7 +641,7 @@ def _described(units: Sequence[Unit]) -> str:
 
 
 def _remedy(plan: PlanT, kind: Looks[PlanT], unit: Unit, commands: Commands | None, from_scratch: str | None) -> str:
-    """Return the commands that mend a unit, as one line of bash."""
+    """Return the commands that repair a unit, as one line of bash."""
     if unit.entry is not None:
         return f"rm -rf {_quoted(str(unit.entry))}"
     build = commands.unit(unit.number) if commands is not None else from_scratch or f"build partition {unit.number}"
@@ -647,7 +651,7 @@ def _remedy(plan: PlanT, kind: Looks[PlanT], unit: Unit, commands: Commands | No
 
 
 def _quoted(path: str) -> str:
-    """Return a path as a word of bash on one line: other than printable characters by their bytes, in $'...'."""
+    """Return a path as a word of bash on one line; one with unprintable characters as escaped bytes in $'...'."""
     if path.isprintable():
         return shlex.quote(path)
     plain = (chr(byte) if 32 <= byte < 127 and byte not in b"\\'" else f"\\{byte:03o}" for byte in os.fsencode(path))

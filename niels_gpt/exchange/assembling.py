@@ -116,7 +116,7 @@ def assemble(
     taker = _Taker(work, about, links, sum(file.tokens for file in files), progress)
     borders = {split: _Borders(work, split, about) for split in SPLITS}
     shards: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
-    crcs: list[bytes] = []
+    crcs: list[bytes] = []  # of all files in the order of `file_records`: readers find a file's blocks by counting
     with ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as executor:
         for split, taken in _in_order(executor, taker, _token_files(about.kind, files)):
             shards[split].append(taken.record)
@@ -281,7 +281,7 @@ class _Taker:
 
     def _link(self, file: ForeignFile, path: Path, links: Modes) -> None:
         assert file.token_file is not None
-        os.close(open_regular(file.token_file))
+        os.close(open_regular(file.token_file))  # refuses links and pipes, which a hard link would keep
         is_linked = fileio.link_or_copy(file.token_file, path) and links.made_read_only(path, file.token_file)
         if (size := path.lstat().st_size) != file.tokens * self.dtype.itemsize:
             expected = f"{file.tokens * self.dtype.itemsize:,}, as when it was looked at"
@@ -362,13 +362,14 @@ class _Borders:
 
     def add(self, part: _Part) -> None:
         """Append the documents of a file. The first one may continue the last document of the file before."""
+        # Without borders of its own a file whose predecessor lacks the last end continues that document.
         joins = not self.is_ended if part.file.ends is None and self._by_id else part.file.continues
         if joins and not self.tokens:
             raise CacheError(part.file.name, "begins inside a document, and no file is before it", code="E221")
         self._starts.write((np.append(0, part.ends[:-1])[int(joins) :] + self.tokens).astype(OFFSET_DTYPE))
         self._name(part, int(joins))
         self.docs += len(part.ends) - joins
-        self.ended += part.ended - (joins and self.is_ended)  # that was no end of a document
+        self.ended += part.ended - (joins and self.is_ended)  # the id that ends the file before ended no document
         self.tokens, self.is_ended = self.tokens + part.file.tokens, part.is_ended
 
     def _name(self, part: _Part, first: int) -> None:

@@ -209,7 +209,9 @@ def read_manifest(source: Path, format: str | None = None) -> Mapping[str, Any] 
         _check_manifest(manifest, str(path))
         for record in manifest["files"]:
             if "of" in record and (size := size_of(path_inside(source, record["name"]))) != record["bytes"]:
-                raise ValueError(f"{record['name']} has {size:,} bytes, expected {record['bytes']:,} as it says")
+                raise ValueError(
+                    f"{record['name']} has {size:,} bytes, expected the {record['bytes']:,} in the manifest"
+                )
     except (CacheError, OSError, ValueError) as error:
         if isinstance(error, CacheError) and error.path != str(path):
             raise not_ours(error) from error

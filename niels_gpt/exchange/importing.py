@@ -184,7 +184,7 @@ def kind_of(source: Path, folder: ForeignFolder) -> Kind:
         raise CacheError(source, f"{without} does not say which tokens carry loss, and other files do", code="E221")
     if not any(file.split == "train" for file in folder.files):
         raise CacheError(
-            source, "no tokens of train in it", "files of train", "Name those of val by --val", code="E221"
+            source, "no tokens for train", "files of train", "Name the files of val: --val PATTERN", code="E221"
         )
     return SFT if with_loss else PRETRAIN
 

@@ -99,7 +99,7 @@ def _tokenizer_matches(
         figures.say("The ids were recorded with a tokenizer that the cache does not know.", tokenizer="not known")
         return
     if expected is None:
-        yield Damage(META_NAME, 0, 0, "tokenizer_sha256 is null, expected that of the model of the ids")
+        yield Damage(META_NAME, 0, 0, "tokenizer_sha256 is null, expected the sha256 of the model of the ids")
         return
     figures.say(f"Ids and model are of tokenizer {expected[:12]}.", tokenizer=expected[:12])
     if tokenizer is None:

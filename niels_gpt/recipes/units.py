@@ -359,6 +359,7 @@ class Units(CacheUnits):
         """
         if self.plan is None:
             return self._finished(self.current_meta(), True)
+        # Files written in this run were hashed while they were written; the seal reads files of earlier runs again.
         total, deep = _Total(self.budget, self.kind.read, progress), False
         for number in range(self.plan.total):
             receipt, was_there = self._built(self.plan, self.plan.partition(number), True, total)
@@ -379,6 +380,7 @@ class Units(CacheUnits):
         self.source.warn_if_partial()
         while True:
             try:
+                # Commits the cache before the plan is removed: a seal killed between leaves a plan that `is_of_seal`.
                 meta = seal(
                     self.plan,
                     self.kind,
@@ -401,7 +403,7 @@ class Units(CacheUnits):
                     return self._finished(sealed, True)
         self.source.family.warn(self.asked, meta)
         self.source.family.look_back(self.settings, self.path, meta)
-        self.asked.install_tokenizer(built=True)
+        self.asked.install_tokenizer(built=True)  # last: a seal that fails leaves the folder's tokenizer as it was
         return self._finished(meta, False)
 
     def restart(self, number: int) -> bool:
@@ -516,7 +518,7 @@ class Units(CacheUnits):
                 if is_built and wait:  # another builds it, and may be killed
                     _wait_for(path)
                 continue
-            if plan.is_there:
+            if plan.is_there:  # else another command has removed it, and this unit with it
                 self._check_text(path)
                 return meta, False
 

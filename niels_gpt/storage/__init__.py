@@ -1,17 +1,17 @@
 """Bytes on disk: atomic files, locks, versions, checked reading of untrusted files. Standard library and numpy only.
 
 fileio.py      every write (atomic, synced; tests replay them as a loss of power) and open; canonical JSON, checksums
-versions.py    a cache's versions and unfinished builds: commits one, resumes one, says what `gc` may remove
+versions.py    a cache's versions and unfinished builds: commits or resumes one, lists the leftovers for `gc`
 leftovers.py   the earlier place of `versions.removable`, for one release
 fresh_folder.py a folder that is whole or does not exist
 locks/         one builder for each cache; readers that keep their version from gc
-meta_json.py   meta.json's checksum and file records; what is refused when a file of a cache is read
+meta_json.py   meta.json's checksum and file records; refuses links, holes and wrong values in files of a cache
 filemaps.py    many files mapped as one array
 parquet_pages.py the pages of a parquet file by their headers
 arrow_messages.py the messages of an Arrow stream by their headers
 errors.py      the classes of errors, each with its code; CacheError: path, found, expected, remedy
-codes.py       which code an error has; the texts of codes.txt: what a code means, what to do, an example
+codes.py       the code of an error; the texts of codes.txt: meaning, remedy, example
 waits.py       waits between attempts at a server; which failures pass
-remedies.py    for error messages: the command line that builds a cache again
+remedies.py    the command line in error messages that builds a cache again
 checks.py      Check and Verdict: one question to a finished cache and its result
 """

@@ -1,10 +1,14 @@
-"""The messages of an Arrow IPC stream by their headers, before anything is unpacked.
+"""Sizes of the messages of an Arrow IPC stream by their headers, before anything is unpacked.
 
-A message is ff ff ff ff, int32 (bytes of its header), the header, and its body. A header is a table of flatbuffers: at
-its place minus an int32 lies its vtable of uint16, from the third on the places of the fields, 0 for an absent one. Of
-Message.fbs: Message has 1 the type of its header (2 dictionary, 3 rows), 2 the header, 3 the bytes of the body.
-DictionaryBatch has 1 the rows. RecordBatch has 2 the buffers, int64 [n, 2] (place in the body, bytes), and 3 a table if
-they are packed. A packed buffer begins with its bytes when unpacked, int64, or -1 if it is not packed.
+A message is ff ff ff ff, int32 (bytes of its header), the header, and its body. A header is a flatbuffers table: an
+int32 at the table's place says how far before it the vtable lies. A vtable is uint16: two sizes, then the place of each
+field in the table, 0 for an absent one. Fields by number, from Message.fbs:
+
+    Message          1 type of the header (2 dictionary, 3 rows), 2 the header, 3 bytes of the body
+    DictionaryBatch  1 the rows
+    RecordBatch      2 the buffers, int64 [n, 2] (place in the body, bytes); 3 a table, if they are packed
+
+A packed buffer begins with an int64: its bytes when unpacked, or -1 if it is not packed.
 """
 
 from __future__ import annotations
@@ -24,11 +28,11 @@ class Message(NamedTuple):
     is_dictionary: bool
     is_packed: bool
     num_bytes: int
-    """Of its body when unpacked."""
+    """Bytes of its body when unpacked."""
 
 
 def messages(handle: int) -> Iterator[Message]:
-    """Yield the messages of a file. Raises: ValueError for a file that is no whole stream."""
+    """Yield the messages of an open file. Raises: ValueError if it is not a complete stream."""
     end, at = os.fstat(handle).st_size, 0
     try:
         while at < end:
@@ -67,7 +71,7 @@ def _offset(header: bytes, place: int) -> int:
 
 
 def _unpacked(handle: int, header: bytes, buffers: int, body: int) -> int:
-    """Return the bytes of all buffers of a body when unpacked. buffers: where the vector of them is in the header."""
+    """Return the bytes of all buffers of a body when unpacked. buffers: place of their vector in the header."""
     (count,), total = struct.unpack_from("<I", header, buffers), 0
     for offset, length in struct.iter_unpack("<qq", header[buffers + 4 : buffers + 4 + 16 * count]):
         stated = os.pread(handle, 8, body + max(offset, 0)) if length > 0 else bytes(8)

@@ -1,7 +1,4 @@
-"""Check and Verdict: one question to a finished cache and its result, for token caches and EAGLE-3 caches.
-
-`Figures` is what a check has measured on the way: a sentence, and the values in it as numbers and texts.
-"""
+"""Check and Verdict: one question to a finished cache, and its result; Figures: the values that a check measured."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_PROBLEMS = 20
-"""Reported problems of one check: a wrong shard would give one for each row."""
+"""Most problems reported by one check: a wrong shard would give one for each row."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +23,18 @@ class Check:
     blocking: bool = True
     """True: a cache that fails must not be used. False: a warning."""
     rule: Callable[..., Iterator[Any]] | None = field(default=None, compare=False, repr=False)
-    """What makes it, a niels_gpt.kinds.kind.Rule; None: it is one of several that are made in one pass."""
+    """The niels_gpt.kinds.kind.Rule that makes the check; None if one pass makes several."""
 
 
 Place = tuple[str, int, int]
-"""A file's name in the cache's folder, its first byte that may be wrong, and the one after the last."""
+"""Name of a file in the cache's folder, the first byte that may be wrong, and the byte after the last one."""
 Value = int | float | str
-"""A measured number, a share from 0 to 1, or a text: a limit, a name, and what else does not grow with a cache."""
+"""A measured number, a share from 0 to 1, or a short text, such as a limit or a name."""
 
 
 @dataclass
 class Figures:
-    """What a check has measured. It is filled while the check is made, so that no file is read twice."""
+    """The values that a check measured. Filled while the check is made, so that no file is read twice."""
 
     sentence: str = ""
     values: dict[str, Value] = field(default_factory=dict)
@@ -53,15 +50,15 @@ class Verdict:
     """Result of one check."""
 
     problems: list[str]
-    """What is wrong, where, and what was expected; empty if the check passed or was not made."""
+    """Each with its place, the finding and the expected state; empty if the check passed or was not made."""
     note: str | None = None
     """Why the check was not made; None if it was."""
     remarks: list[str] = field(default_factory=list)
     """Findings that are not damage."""
     figures: str = field(default="", compare=False)
-    """Measured values, as text: what the command line prints."""
+    """Measured values as text, for the command line."""
     sentence: str = field(default="", compare=False)
-    """What was looked at, what was measured, and the limit."""
+    """The examined part, the measured value and the limit."""
     values: dict[str, Value] = field(default_factory=dict, compare=False)
     """The same as `Figures.values`."""
 
@@ -72,7 +69,7 @@ class Verdict:
 
 
 class PlacedProblem(str):
-    """A problem of a `Verdict` that lies in a file of the cache. Of kinds that make all checks in one pass."""
+    """A problem of a `Verdict` with its places in files of the cache, for kinds that make all checks in one pass."""
 
     places: Sequence[Place]
 
@@ -84,9 +81,9 @@ class PlacedProblem(str):
 
 
 def place_of(error: object, folder: Path) -> Place:
-    """Return the file that an error names, and all of its bytes: name, 0, size; "", 0, 0 of one outside a folder.
+    """Return the whole file that an error names: name, 0, size; or "", 0, 0 for a file outside `folder`.
 
-    folder: of a version, resolved. A file that is not there has no bytes.
+    folder: of a version, resolved. An absent file has size 0.
     """
     path = Path(getattr(error, "path", None) or getattr(error, "filename", None) or "")
     if folder not in path.parents:

@@ -1,8 +1,8 @@
-"""Codes of errors and warnings: which one an error has, and the text that explains one.
+"""Codes of errors and warnings: the code of an error, and the text that explains it.
 
-An error has its code as an attribute `code`, set by its class or by a keyword of its constructor (errors.py). An error
-of Python, of the system or of a library has none: its number or its class decides. A record of logging has its code in
-`extra`, a warning of Python is a `CodedWarning`. codes.txt has the texts.
+An error of this project has an attribute `code`, set by its class or by a keyword of its constructor (errors.py). For
+an error of Python, the system or a library its errno or its class decides. A log record has its code in `extra`; a
+warning of Python is a `CodedWarning`. The texts are in codes.txt.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class Code:
     """One situation in which an error or a warning is printed."""
 
     code: str
-    """E or W, the hundred of its subject, and two digits."""
+    """E or W, the digit of its subject, and two more digits."""
     name: str
     """A few words, joined by hyphens."""
     meaning: str
-    """What happened, in two or three sentences."""
+    """What happened and why, in two or three sentences."""
     remedy: str
     """What to do."""
     example: str
-    """A message with this code, without `error[CODE]: `; empty if there is none."""
+    """A message with this code, without `error[CODE]: `; "" if there is none."""
 
 
 @cache
 def codes() -> dict[str, Code]:
-    """Return every code and its row, in the order of codes.txt."""
+    """Return every code with its row, in the order of codes.txt."""
     _, *blocks = files("niels_gpt.storage").joinpath("codes.txt").read_text("utf-8").strip().split("\n\n")
     found = {}
     for block in blocks:
@@ -67,20 +67,24 @@ def codes() -> dict[str, Code]:
 
 
 def code_of(error: BaseException) -> str:
-    """Return the code of any error: its own, or by the system's number, or by its class; else E902."""
+    """Return the code of any error: its own, or one by its errno or class; E902 for all others.
+
+    >>> code_of(FileNotFoundError("cache"))
+    'E105'
+    """
     by_number = _BY_ERRNO.get(error.errno or 0) if isinstance(error, OSError) else None
     by_class = next((code for kind, code in _BY_CLASS if isinstance(error, kind)), "E902")
     return own_code(error) or by_number or by_class
 
 
 def own_code(error: BaseException) -> str | None:
-    """Return the code that an error carries, None where it carries none."""
+    """Return the code in an error's attribute `code`; None without one."""
     own = getattr(error, "code", None)  # of another library's error, this may be anything
     return own if isinstance(own, str) and re.fullmatch(r"[EW]\d{3}", own) else None
 
 
 class CodedWarning(UserWarning):
-    """A warning of Python with its code, which stands at the end of its text."""
+    """A warning of Python with a code, which ends its text: "... [W104]"."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(code, text)
@@ -91,10 +95,10 @@ class CodedWarning(UserWarning):
 
 
 def give_earlier_names(package: str, places: Mapping[str, Mapping[str, str]], said: str) -> None:
-    """Warn W104 the importer of a package that has moved, and make its earlier modules, which give the same objects.
+    """Warn (W104) the importer of a moved package, and create its earlier modules with the same objects.
 
-    package: its earlier name, imported now. places: earlier module -> name in it -> module below niels_gpt that has the
-    name now; a package before its modules. said: the text of the warning.
+    package: the earlier name, being imported. places: earlier module -> name in it -> module below niels_gpt where the
+    name is now; a package before its modules. said: the text of the warning.
     """
     warnings.warn(CodedWarning("W104", said), stacklevel=3)
     for name, now in places.items():
@@ -107,7 +111,7 @@ def give_earlier_names(package: str, places: Mapping[str, Mapping[str, str]], sa
 
 
 def explained(code: str) -> str:
-    """Return what a code means and what to do. Raises: UsageError for a code that does not exist."""
+    """Return the meaning, remedy and example of a code as text. Raises: UsageError for an unknown code."""
     row = codes().get(code.upper())
     if row is None:
         from niels_gpt.settings import UsageError

@@ -1,7 +1,7 @@
-"""Errors that carry their code: the class of an error says what it is about.
+"""Errors with a code. Their classes say which subject failed.
 
-A class has the code of its most common case; `code=` names a nearer one. Each class keeps the class of Python that
-callers catch: ValueError, FileNotFoundError, IndexError. codes.txt explains the codes.
+A class has the code of its most common case; `code=` gives a nearer one. Each class also derives from the class of
+Python that callers catch: ValueError, FileNotFoundError, IndexError. codes.txt explains the codes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from niels_gpt.storage.codes import own_code
 
 REBUILD = "rebuild"
-"""A remedy, or its end, that becomes the command that builds the cache at the error's path from scratch."""
+"""As a remedy, or at its end: becomes the command that builds the cache at the error's path from scratch."""
 
 
 _ABSENT = (FileNotFoundError, NotADirectoryError)
@@ -37,7 +37,7 @@ class CodedError(Exception):
 def errors_as(code: str, kinds: tuple[type[Exception], ...] = _ABSENT) -> Iterator[None]:
     """Give a code to the errors that Python, the system or a library raises in the block.
 
-    kinds: classes of errors, by default those of a missing file. An error that carries a code keeps it.
+    kinds: classes of errors, by default for a missing file. An error that already has a code keeps it.
     """
     try:
         yield
@@ -52,11 +52,11 @@ class NotFound(CodedError, FileNotFoundError, code="E105"):
 
 
 class CacheNotFound(NotFound, code="E204"):
-    """A cache, or a file of it, is not there."""
+    """A cache, or one of its files, is not there."""
 
 
 class OutOfRange(CodedError, IndexError, code="E106"):
-    """No token, example or window has this number, where a caller takes it by an index."""
+    """No token, example or window has this index."""
 
 
 class PositionError(CodedError, ValueError, code="E106"):
@@ -100,11 +100,11 @@ class TemplateError(CodedError, ValueError, code="E407"):
 
 
 class HubError(CodedError, ConnectionError, code="E601"):
-    """The hub cannot be reached, or gives another answer."""
+    """The hub cannot be reached, or gives an unexpected answer."""
 
 
 class HubRefusal(CodedError, ValueError, code="E602"):
-    """The hub refuses a dataset or a model, or has another thing than was asked for."""
+    """The hub refuses a dataset or a model, or has something else under its name."""
 
 
 class WorkerDied(CodedError, RuntimeError, code="E506"):
@@ -120,7 +120,7 @@ class NoRoomError(CodedError, OSError, code="E501"):
 
 
 class InTheWay(CodedError, FileExistsError, code="E504"):
-    """Something stands where a file is to be written."""
+    """A file, folder or link is where a file is to be written."""
 
 
 class TargetError(CodedError, ValueError, code="E705"):
@@ -128,7 +128,7 @@ class TargetError(CodedError, ValueError, code="E705"):
 
 
 class TargetRunError(CodedError, RuntimeError, code="E705"):
-    """A target model ran, and did not give what a target gives."""
+    """A target model ran, and gave unusable values."""
 
 
 class VocabularyError(CodedError, ValueError, code="E707"):
@@ -152,7 +152,7 @@ class FoldError(CodedError, ValueError, code="E803"):
 
 
 class LeftOut(Exception):
-    """Base of the errors that no build of all caches ends with: it leaves the cache out, with a warning.
+    """Base of the errors for which a build of all caches leaves a cache out, with a warning.
 
     A build that names the cache fails with the error.
     """
@@ -168,10 +168,14 @@ class LeftOut(Exception):
 class CacheError(CodedError, ValueError, code="E201"):
     """A cache is damaged, foreign, or does not match its use (D24, D30): "PATH: FOUND, expected EXPECTED. REMEDY".
 
-    path: the file or folder. found: what is wrong with it. expected: the correct state, "" if `found` implies it.
-    remedy: what to do, as a sentence that ends in a command; REBUILD if building from scratch helps. code: of
-    codes.txt. All are attributes, and the message is made of the first four. A path alone is a whole message: what
-    torch's DataLoader makes of an error of a worker process.
+    path: the file or folder. found: the problem. expected: the correct state, "" if `found` implies it.
+    remedy: a sentence that says what to do and ends in a command; REBUILD if building from scratch helps.
+    code: of codes.txt.
+    All are attributes; the message consists of the first four. A path alone is a whole message, because torch's
+    DataLoader raises an error of a worker process again with its message as the only argument.
+
+    >>> print(CacheError("train_idx.npy", "16 bytes", "24", "Copy it again", code="E203"))
+    train_idx.npy: 16 bytes, expected 24. Copy it again
     """
 
     def __init__(
@@ -188,7 +192,7 @@ class CacheError(CodedError, ValueError, code="E201"):
 
     @property
     def remedy(self) -> str:
-        """What to do. REBUILD becomes a command here and not earlier, since that reads the record of the last build."""
+        """The remedy, with the command for REBUILD. Made only when asked for: it reads the record of the last build."""
         own = self.own_remedy
         if own != self._remedy:
             from niels_gpt.storage.remedies import build_again  # of an error that is shown
@@ -198,12 +202,12 @@ class CacheError(CodedError, ValueError, code="E201"):
 
     @property
     def problem(self) -> str:
-        """What was found and expected, without path and remedy."""
+        """The message without path and remedy."""
         return f"{self.found}, expected {self.expected}" if self.expected else self.found
 
     @property
     def own_remedy(self) -> str:
-        """The remedy without the command that builds again: a caller who knows a nearer one replaces that."""
+        """The remedy without the command that builds again, for a caller that knows a better command."""
         return self._remedy.removesuffix(REBUILD).rstrip()
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """Every write to disk (atomic, synced) and every open for reading; canonical JSON and checksums.
 
-What builds and commits write, but for locks and the count of attempts, goes through this module, so that a test can
-record it (`recorded`), truncate the record anywhere, and see the disk after a power failure at that moment.
+Builds and commits write through this module only, except for locks and the count of attempts. So a test can record all
+writes (`recorded`), cut the record at any place, and see the disk after a loss of power at that moment.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 META_NAME = "meta.json"
 PathLike = str | os.PathLike[str]
 CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
-"""Errors of os.link where files cannot be linked, and can be copied."""
+"""Errors of os.link for files that cannot be linked, but can be copied."""
 NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # follow no link, do not block on a FIFO
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return `value` as utf-8 JSON with sorted keys, an indent of 2 and a final newline: equal values, equal bytes."""
+    """Return `value` as utf-8 JSON with sorted keys, indent 2 and a final newline. Equal values give equal bytes."""
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 class NotRegularError(ValueError):
-    """A path that should be a regular file is a link, a folder, a pipe, a device or a socket."""
+    """A link, folder, pipe, device or socket is where a regular file should be."""
 
     code = "E205"
 
@@ -45,10 +45,10 @@ class NotRegularError(ValueError):
 
 
 def open_for_reading(path: PathLike, *, follow_links: bool = False) -> int:
-    """Open a regular file read-only and return its descriptor, which the caller closes; a FIFO does not block (D29).
+    """Open a regular file read-only and return its descriptor, which the caller closes. A FIFO does not block (D29).
 
-    follow_links: True for a user's files, whose links were decided on when they were listed; never inside a cache.
-    Raises: FileNotFoundError, also if a parent is not a folder; NotRegularError; OSError.
+    follow_links: for a user's files, whose links were accepted when they were listed; never inside a cache.
+    Raises: FileNotFoundError, also if a parent is not a folder; NotRegularError E205; OSError.
     """
     try:
         if follow_links and not stat.S_ISREG(os.stat(path).st_mode):  # opening a device can have effects
@@ -67,7 +67,7 @@ def open_for_reading(path: PathLike, *, follow_links: bool = False) -> int:
 
 
 def id_lines(ids: Iterable[str]) -> bytes:
-    """Return the lines of a file of source ids: ASCII, whatever characters an id has."""
+    """Return the lines of a file of source ids, as ASCII: other characters are escaped."""
     names = list(ids)
     plain = "".join(names)
     if plain.isascii() and plain.isprintable() and "\\" not in plain:  # nothing to escape
@@ -76,7 +76,7 @@ def id_lines(ids: Iterable[str]) -> bytes:
 
 
 def id_of_line(line: bytes, errors: str = "strict") -> str:
-    """Return the source id of a line without its line end; errors: as of `bytes.decode`. Raises: ValueError."""
+    """Return the source id in a line without its line end. errors: see `bytes.decode`. Raises: ValueError."""
     return line.decode("unicode_escape", errors)
 
 
@@ -99,7 +99,7 @@ _trace: list[Operation] | None = None
 
 @contextmanager
 def recorded(trace: list[Operation]) -> Iterator[None]:
-    """Append every operation of this module on the disk to `trace`, in order, including the bytes."""
+    """Append every disk operation of this module to `trace`, in order, with the bytes written."""
     global _trace
     before, _trace = _trace, trace
     try:
@@ -114,10 +114,10 @@ def _note(verb: str, path: PathLike, *rest: Any) -> None:
 
 
 class OutputFile:
-    """A file for appending only. Nothing is buffered here: written bytes survive the process."""
+    """A file for appending only. Nothing is buffered in the process, so written bytes survive a kill."""
 
     def __init__(self, path: PathLike, *, keep: int = 0) -> None:
-        """keep: bytes of an existing file that stay; later bytes are truncated."""
+        """keep: number of bytes of an existing file to keep; later bytes are truncated."""
         self.path, self.num_bytes = Path(path), keep
         new = not self.path.exists()
         with named(self.path):
@@ -130,7 +130,7 @@ class OutputFile:
         self._unsynced = True
 
     def write(self, content: Any) -> None:
-        """Append bytes or any buffer. Raises OSError that names the file, for instance if the disk is full."""
+        """Append bytes or any buffer. Raises: OSError with the file's name, for example on a full disk."""
         view = memoryview(content).cast("B") if len(content) else memoryview(b"")
         while len(view):
             with named(self.path):
@@ -142,7 +142,7 @@ class OutputFile:
             view = view[written:]
 
     def sync(self) -> None:
-        """Make the written bytes durable; does nothing without new bytes."""
+        """Make the written bytes durable. Does nothing without new bytes."""
         if self._unsynced:
             with named(self.path):
                 os.fsync(self._handle)
@@ -157,9 +157,9 @@ class OutputFile:
 
 
 class SizedFile:
-    """A new file of a known size, written in any order; unwritten parts are zero.
+    """A new file of a known size, written in any order. Unwritten parts are zero.
 
-    On file systems with holes, such as ext4, xfs, btrfs and tmpfs, unwritten parts take no disk space.
+    On file systems with holes, such as ext4, xfs, btrfs and tmpfs, they take no disk space.
     """
 
     def __init__(self, path: PathLike, size: int) -> None:
@@ -172,7 +172,7 @@ class SizedFile:
         _note("cut", path, size)
 
     def write(self, offset: int, content: Any) -> None:
-        """Write bytes or any buffer at an offset. Raises OSError that names the file."""
+        """Write bytes or any buffer at an offset. Raises: OSError with the file's name."""
         view = memoryview(content).cast("B") if len(content) else memoryview(b"")
         while len(view):
             with named(self.path):
@@ -197,7 +197,7 @@ class SizedFile:
 
 @contextmanager
 def named(path: PathLike) -> Iterator[None]:
-    """Add a file's name to an OSError of a call that does not know it, such as one with a file descriptor."""
+    """Add a file's name to an OSError from the block, for calls that know only its descriptor."""
     try:
         yield
     except OSError as error:
@@ -212,7 +212,7 @@ def fsync_file(path: PathLike) -> None:
 
 
 def fsync_dir(path: PathLike) -> None:
-    """Make the names in a folder durable, as fsync does for a file's bytes."""
+    """Make the names in a folder durable. fsync of a file makes only its bytes durable."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -222,11 +222,9 @@ def fsync_dir(path: PathLike) -> None:
 
 
 def sync_tree(root: PathLike) -> None:
-    """Make a folder and all its contents durable.
-
-    Many files are synced several at once, because file systems then write their journal once for all that wait: on ext4
-    1,500 linked shards take 0.1 s instead of 4 s.
-    """
+    """Make a folder and all its contents durable."""
+    # Many files are synced several at once: a file system then writes its journal once for all that wait. On ext4 1,500
+    # linked shards take 0.1 s instead of 4 s.
     from concurrent.futures import ThreadPoolExecutor
 
     for folder, _, names in os.walk(root):
@@ -242,7 +240,7 @@ def sync_tree(root: PathLike) -> None:
 
 
 def rename(path: PathLike, new: PathLike) -> None:
-    """Rename, replacing `new`, and make both names durable. The caller has synced the content."""
+    """Rename `path` to `new`, replacing it, and make both names durable. The caller has synced the content."""
     os.replace(path, new)
     _note("rename", path, os.fspath(new))
     target, source = (os.path.dirname(os.path.abspath(name)) for name in (new, path))
@@ -252,7 +250,7 @@ def rename(path: PathLike, new: PathLike) -> None:
 
 
 def make_dir(path: PathLike) -> None:
-    """Make a folder and its missing parents; their names are durable."""
+    """Create a folder and its missing parents, with durable names."""
     if not os.path.isdir(path):
         make_dir(os.path.dirname(os.path.abspath(path)))
         with suppress(FileExistsError):  # another process was faster
@@ -262,9 +260,9 @@ def make_dir(path: PathLike) -> None:
 
 
 def link_or_copy(source: PathLike, path: PathLike) -> bool:
-    """Link a regular file whose bytes are durable, or copy it where it cannot be linked; return whether it was linked.
+    """Link a regular file whose bytes are durable, or copy it if it cannot be linked; return whether it was linked.
 
-    The bytes of a copy are durable once the caller has synced it. Raises: OSError.
+    The caller syncs a copy. Raises: OSError.
     """
     with named(path):
         try:
@@ -284,18 +282,18 @@ def link_or_copy(source: PathLike, path: PathLike) -> bool:
 
 
 def symlink(target: PathLike, path: PathLike) -> None:
-    """Make a symlink; `rename` makes it durable."""
+    """Create a symlink. `rename` makes it durable."""
     with named(path):
         os.symlink(target, path)
     _note("symlink", path, os.fspath(target))
 
 
 def walked(path: PathLike) -> Iterator[tuple[int, list[str], os.stat_result]]:
-    """Yield everything below a folder, contents before their folder, each folder sorted by name.
+    """Yield everything below a folder, the contents of a folder before it, sorted by name.
 
-    Each as the descriptor of its parent folder, its names from below `path` on (a list that changes later), and its
-    lstat. Links are not followed, even if one replaces a folder during the walk; other file systems are not entered;
-    the depth is not limited, and at most two descriptors are open.
+    Each is a descriptor of its parent folder, the names that lead to it from `path` (a list that changes later), and
+    its lstat. Links are not followed, even if one replaces a folder during the walk; other file systems not entered.
+    The depth is unlimited; at most two descriptors are open.
     Raises: OSError, also if a folder is moved during the walk.
     """
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | NO_LINK)
@@ -331,14 +329,14 @@ def walked(path: PathLike) -> Iterator[tuple[int, list[str], os.stat_result]]:
 
 
 def _replaced(handle: int, name: str) -> int:
-    """Open a folder below or above an open one, which is closed."""
+    """Open the folder `name` relative to an open one, and close that one."""
     below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | NO_LINK, dir_fd=handle)
     os.close(handle)
     return below
 
 
 def remove(path: PathLike) -> None:
-    """Remove a file, a link, or a folder with its contents; an absent path is accepted. Raises as `walked`."""
+    """Remove a file, a link, or a folder with its contents. An absent path is accepted. Raises: OSError."""
     if os.path.isdir(path) and not os.path.islink(path):
         for handle, names, about in walked(path):
             is_folder = stat.S_ISDIR(about.st_mode)
@@ -359,9 +357,9 @@ def remove(path: PathLike) -> None:
 
 
 def renew(folder: Path) -> None:
-    """Copy each file of a folder in place, durably: who has the old one open does not change the new one.
+    """Replace each file of a folder by a durable copy, which a process that has the old file open cannot change.
 
-    What a killed call left is removed; folders and links are left alone.
+    Removes leftovers of a killed call. Folders and links stay.
     """
     for path in sorted(folder.iterdir()):
         if path.name.startswith(COPY):
@@ -379,11 +377,12 @@ def renew(folder: Path) -> None:
 
 
 COPY = "copy_"
-"""Begins the name of a copy that becomes a file: one that a builder's file may have, and has not."""
+"""Begins the name of a copy that replaces a file. No file of a builder begins like this, though its rule of names (and
+so `gc`) allows it."""
 
 
 def write_bytes(path: PathLike, content: bytes) -> None:
-    """Write a file atomically: a unique sibling, fsync, rename. Nothing is left on failure; honours the umask."""
+    """Write a file atomically and durably: a unique sibling, fsync, rename. On failure nothing is left."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     file = OutputFile(temporary)

@@ -1,8 +1,8 @@
 """Many files mapped as one array: side by side in one address range, each when it is needed.
 
-Python's mmap cannot do this, and before 3.13 keeps a descriptor for each map: a process may have 1,024 by default, and
-a cache may have more shards. The calls and their constants are Linux's. On other systems `HAS_FILE_MAPS` is false,
-`mapped_file` is Python's map, and windows are read by positioned reads.
+Python's mmap cannot place a map. Before 3.13 it also keeps a descriptor for each map: a process may have 1,024 by
+default, and a cache may have more shards. The calls and constants here are Linux's. On other systems `HAS_FILE_MAPS` is
+false, `mapped_file` uses Python's mmap, and windows are read by positioned reads.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class MapError(OSError):
 
 
 class FileMaps:
-    """The bytes of several files, read-only, for `numpy.asarray`: a uint8 array that keeps the maps alive.
+    """The bytes of several files, read-only. `numpy.asarray` gives a uint8 array that keeps the maps alive.
 
-    File i is at bytes starts[i] to starts[i] + sizes[i]; each begins at a page boundary. Reading a file before `add`
+    File i is at bytes starts[i] to starts[i] + sizes[i], and begins at a page boundary. To read a file before its `add`
     kills the process.
     """
 
     num_in_process: ClassVar[int] = 0
-    """Files that are mapped now, by all objects of this class."""
+    """Number of files that all objects of this class have mapped now."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """sizes: bytes of each file, above 0; at least one. Raises: MapError without such an address range."""
+        """sizes: bytes of each file, above 0; at least one. Raises: MapError E507 without such an address range."""
         self.sizes, (*self.starts, end) = sizes, page_starts(sizes)
         self._num_bytes = self._num_files = 0  # nothing to unmap yet
         self._address = _mmap(None, end, -1, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS)
@@ -66,9 +66,9 @@ class FileMaps:
         }
 
     def add(self, number: int, handle: int, *, random: bool = False) -> None:
-        """Map file `number` from its open descriptor, which may be closed afterwards. Raises: MapError.
+        """Map file `number` from its open descriptor, which may be closed afterwards. Raises: MapError E507.
 
-        random: without read-ahead.
+        random: advise the kernel not to read ahead.
         """
         address, size = self._address + self.starts[number], self.sizes[number]
         _mmap(address, size, handle, _PROT_READ, _MAP_SHARED | _MAP_FIXED)
@@ -84,9 +84,9 @@ class FileMaps:
 
 
 def has_room(num_files: int) -> bool:
-    """Whether this process may map so many files more: a third as many in all as the maps that Linux allows it.
+    """Whether this process may map so many more files: in all a third of the maps that Linux allows it.
 
-    A file takes two, itself and the gap before the next one. A process without maps left can allocate no memory at all.
+    A file takes two maps, itself and the gap before the next one. A process without maps left can allocate no memory.
     """
     return FileMaps.num_in_process + num_files <= _most_files()
 
@@ -113,7 +113,7 @@ def mapped_file(handle: int, size: int) -> NDArray[np.uint8]:
 
 
 def page_starts(sizes: Sequence[int]) -> list[int]:
-    """Return the starts of files of these sizes, each at a page boundary, and last the end of all."""
+    """Return the start of each file at a page boundary, and last the end of all. sizes: bytes."""
     return [0, *accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]
 
 
@@ -130,7 +130,7 @@ def _mmap(at: int | None, size: int, handle: int, access: int, flags: int) -> in
 
 
 def memory_bytes() -> int:
-    """Return the memory limit of this process: that of the machine, or of its control group if it is less."""
+    """Return the memory limit of this process: the machine's, or its control group's if that is smaller."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:

@@ -1,4 +1,4 @@
-"""A folder that is whole or does not exist: made beside its place under a hidden name, and renamed at the end."""
+"""A folder that is complete or does not exist: written beside its place under a hidden name, and renamed at the end."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def fresh_folder(out: Path, *, sources: Sequence[Path] = ()) -> Iterator[Path]:
-    """Yield a hidden folder beside `out`, which becomes `out` at the end, durably; on failure it is removed.
+    """Yield a hidden folder beside `out`, which becomes `out` at the end, durably. On failure it is removed.
 
-    So `out` is whole or does not exist. Hidden folders that stopped runs left are named in a warning, and not removed:
-    no lock shows whether another machine writes one.
     sources: folders that `out` is made from.
-    Raises: CacheError where `out` exists and is not an empty folder, or lies in a source or among versions.
+    Warns W704 of hidden folders that stopped runs left. They stay, because no lock shows whether another machine still
+    writes one.
+    Raises: CacheError E704 if `out` exists and is not an empty folder, or lies in a source or in `.versions`.
     """
     refuse_among_versions(out)
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):

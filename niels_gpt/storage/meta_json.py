@@ -1,4 +1,4 @@
-"""meta.json's checksum, file records and content_sha256; how files of a cache are read. Nothing in it is trusted."""
+"""meta.json: its checksum, file records and content_sha256; reading files of a cache. No value in a file is trusted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import operator
 import os
 import re
 import reprlib
+import shlex
 import stat
 import zlib
 from collections import Counter
@@ -20,9 +21,9 @@ from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, NotRegularError, PathLike, canonical_json, open_for_reading
 
 MAX_JSON_BYTES = 1 << 25
-"""A larger file is not parsed: 32 MiB. The meta.json of 15,000 shards has 4 MiB."""
+"""Largest file that is parsed: 32 MiB. The meta.json of 15,000 shards has 4 MiB."""
 MAX_JSON_VALUES = 1 << 20
-"""More values are not parsed: an empty list takes three bytes of a file, but a hundred of memory."""
+"""Most values that are parsed: an empty list has three bytes in a file, but takes a hundred of memory."""
 
 _CRC_LINE = re.compile(rb'(?m)^  "meta_crc32": "([^\n]{8})",?$')  # a string of canonical JSON contains no line end
 _CRC_DIGITS = re.compile(rb"[0-9a-f]{8}")
@@ -31,16 +32,16 @@ _MAX_NAME, _MAX_PART = 1024, 255  # bytes of a file name, and of one part of it:
 _MAX_DIGITS = 100
 _MIN_SPARSE_BYTES = 1 << 20
 LEAST_SHARE = 64
-"""A file that has less than this part of its bytes on disk is mostly holes."""
+"""A file with less than a 64th of its bytes on disk is mostly holes."""
 
 
 # --- meta_crc32 -------------------------------------------------------------------------------------------------------
 
 
 def meta_bytes(meta: Mapping[str, Any]) -> bytes:
-    """Return a meta as canonical JSON with `meta_crc32`: the CRC-32 of these bytes with its eight digits zeroed.
+    """Return a meta as canonical JSON with `meta_crc32`, which replaces one in `meta`.
 
-    A `meta_crc32` in `meta` is replaced.
+    It is the CRC-32 of these bytes with its own eight digits as zeros.
     """
     raw = canonical_json({**meta, "meta_crc32": "0" * 8})
     line = _CRC_LINE.search(raw)
@@ -49,10 +50,10 @@ def meta_bytes(meta: Mapping[str, Any]) -> bytes:
 
 
 def meta_crc32(raw: bytes) -> tuple[int | None, int]:
-    """Return the CRC-32 stored in the bytes of a meta.json, and the computed one: equal in an intact file.
+    """Return the stored and the computed CRC-32 of a meta.json's bytes, which are equal in an intact file.
 
-    The first is None without a line `  "meta_crc32": "..."`, as in files of older builders and other tools, and -1 if
-    its eight characters are not lower-case hex digits. Damage elsewhere in the file does not matter.
+    Stored is None without a line `  "meta_crc32": "..."`, as in files of older builders and other tools, and -1 if its
+    eight characters are not lower-case hex digits. The rest of the file may be damaged.
     """
     line = _CRC_LINE.search(raw)
     if line is None:
@@ -68,9 +69,10 @@ def meta_crc32(raw: bytes) -> tuple[int | None, int]:
 def open_regular(path: PathLike, *, holes: bool = False, least_share: int = LEAST_SHARE) -> int:
     """Open a regular file of a cache read-only and return its descriptor, which the caller closes.
 
-    holes: accept a sparse file, such as an EAGLE-3 file that is not completely written yet. least_share: as
-    `refuse_holes`.
-    Raises: FileNotFoundError; CacheError for a symlink, a folder, a FIFO, a device, and a sparse file (`refuse_holes`).
+    holes: accept a sparse file, such as an EAGLE-3 file that is not completely written. least_share: see
+        `refuse_holes`.
+    Raises: FileNotFoundError; CacheError E205 for a symlink, a folder, a FIFO or a device; CacheError E203 for a sparse
+        file.
     """
     try:
         handle = open_for_reading(path)
@@ -88,12 +90,12 @@ def open_regular(path: PathLike, *, holes: bool = False, least_share: int = LEAS
 
 
 def refuse_holes(path: PathLike, handle: int, least_share: int = LEAST_SHARE) -> None:
-    """Raise CacheError for a file that is mostly holes: a few bytes of an archive that take hours and memory to read.
+    """Raise CacheError E203 for a file that is mostly holes: a few bytes of an archive take hours and memory to read.
 
-    least_share: the part of its bytes that is on disk at least, as 64 for a 64th.
-    Both must be true: the file has a hole, and less than this part is on disk. Either alone proves nothing: some file
-    systems compress, and some do not report the disk space of a file.
+    least_share: n, if at least an n-th of its bytes must be on disk.
     """
+    # Both must be true: little of it is on disk, and it has a hole. Either alone proves nothing: some file systems
+    # compress, and some do not report the disk space of a file.
     status = os.fstat(handle)
     if not is_sparse(status, least_share):
         return
@@ -108,12 +110,16 @@ def refuse_holes(path: PathLike, handle: int, least_share: int = LEAST_SHARE) ->
 
 
 def is_sparse(status: os.stat_result, least_share: int = LEAST_SHARE) -> bool:
-    """Whether a file may be mostly holes, by its lstat; `refuse_holes` decides."""
+    """Whether a file may be mostly holes, by its lstat. `refuse_holes` decides."""
     return status.st_size > _MIN_SPARSE_BYTES and least_share * 512 * status.st_blocks < status.st_size
 
 
 def read_regular(path: PathLike, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Return the bytes of a regular file. Raises: as `open_regular`; CacheError if it is larger than `max_bytes`."""
+    """Return the bytes of a regular file.
+
+    Raises: FileNotFoundError; CacheError E203 or E205 if `open_regular` refuses it; CacheError E206 if it has more than
+        `max_bytes`.
+    """
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
@@ -122,18 +128,25 @@ def read_regular(path: PathLike, max_bytes: int = MAX_JSON_BYTES) -> bytes:
 
 
 def sha256_regular(path: PathLike, *, least_share: int = LEAST_SHARE) -> str:
-    """Return the hex sha256 of a regular file. least_share, Raises: as `open_regular`."""
+    """Return the hex sha256 of a regular file. least_share: see `refuse_holes`.
+
+    Raises: FileNotFoundError; CacheError E203 or E205 if `open_regular` refuses it.
+    """
     with open(open_regular(path, least_share=least_share), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in some utf-8 bytes.
+    """Return the JSON object in utf-8 bytes.
 
-    Raises: ValueError, whose message is to follow the file's name, for anything but a valid JSON object, and for what
-        canonical JSON does not have: a duplicate key, NaN, Infinity, a number beyond a float, an integer of more than
-        100 digits, a lone surrogate; and for more than MAX_JSON_VALUES values, counted by commas and opening brackets,
-        those in strings included.
+    Raises: ValueError, with a message to put after the file's name, for anything but a valid JSON object; for a
+        duplicate key, NaN, Infinity, a number beyond a float, an integer of more than 100 digits or a lone surrogate,
+        which canonical JSON does not contain; and for more than MAX_JSON_VALUES commas and opening brackets, in strings
+        too.
+
+    >>> parse_object(b'{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    ValueError: not JSON (the key 'a' is there twice)
     """
     if (values := sum(map(raw.count, (b",", b"[", b"{")))) > MAX_JSON_VALUES:
         raise ValueError(f"{values:,} commas and brackets, expected {MAX_JSON_VALUES:,} at most")
@@ -178,10 +191,11 @@ def _float(digits: str) -> float:
 
 
 def path_inside(folder: Path, name: str) -> Path:
-    """Return the path of the file `name` of a cache; nothing is opened, and the file may be absent.
+    """Return the path of the file `name` of a cache. Opens nothing; the file may be absent.
 
-    folder: of one version, resolved: links above it are not checked.
-    Raises: CacheError if the name is not as in `checked_name`, or if the file or a folder on its path is a symlink.
+    folder: the version's folder, resolved: links above it are not checked.
+    Raises: CacheError E202 if `checked_name` refuses the name; CacheError E205 if the file or a folder on its path is a
+        symlink.
     """
     path = str(folder)
     for part in checked_name(name, "a file's name", path).split("/"):
@@ -196,9 +210,9 @@ def path_inside(folder: Path, name: str) -> Path:
 
 
 def resolved(path: Path) -> Path:
-    """Return a path without links: the version that a cache's public name points to now.
+    """Return a path without links: for a cache's public name, the version that it points to now.
 
-    Raises: CacheError for circular links.
+    Raises: CacheError E205 for circular links.
     """
     try:
         return path.resolve()
@@ -211,16 +225,21 @@ def _link_error(path: PathLike) -> CacheError:
     return CacheError(path, "a symbolic link", "a file or folder: links are not followed", remedy, code="E205")
 
 
+def link_in_the_way(path: Path, expected: str) -> CacheError:
+    """Return the error E205 of a link where this project writes, with the command that removes it."""
+    return CacheError(path, "a symbolic link", expected, f"Remove it: {shlex.join(['rm', str(path)])}", code="E205")
+
+
 # --- untrusted values -------------------------------------------------------------------------------------------------
 
 
 def printable(text: str) -> str:
-    """Return an untrusted text on one line, with its control and format characters escaped, bidi controls too."""
+    """Return an untrusted text on one line, with control and format characters escaped, also bidirectional ones."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def shortened(value: Any) -> str:
-    """Return the repr of an untrusted value, in at most 80 characters."""
+    """Return the repr of an untrusted value, cut to 80 characters."""
     return _REPR.repr(value)[:80]
 
 
@@ -229,14 +248,14 @@ _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxdict, _REPR.maxlist = 
 
 
 def wrong_value(where: str, key: str, value: Any, expected: str) -> CacheError:
-    """Return the error of a wrong value in the file `where`: "WHERE: shards.train[3].name is '..', expected ..."."""
+    """Return the error E202 of a value in the file `where`: "WHERE: shards.train[3].name is '..', expected ..."."""
     return CacheError(where, f"{printable(key)} is {shortened(value)}", expected, REBUILD, code="E202")
 
 
 def checked_name(value: Any, key: str, where: str) -> str:
     """Return `value` if it is the name of a file below a folder: parts other than . and .., joined by single slashes.
 
-    Raises: CacheError for any other name, and for backslashes, unprintable characters, and parts or names that are
+    Raises: CacheError E202 for any other name, for backslashes and unprintable characters, and for parts or names
         longer than file systems allow.
     """
     if isinstance(value, str) and value.isprintable() and "\\" not in value:
@@ -248,21 +267,21 @@ def checked_name(value: Any, key: str, where: str) -> str:
 
 
 def checked_count(value: Any, key: str, where: str) -> int:
-    """Return `value` if it is an integer from 0 to 2**63 - 1, and no bool; CacheError otherwise."""
+    """Return `value`. Raises: CacheError E202 unless it is an integer from 0 to 2**63 - 1, and not a bool."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
         return value
     raise wrong_value(where, key, value, "an integer from 0 to 2**63 - 1")
 
 
 def checked_sha256(value: Any, key: str, where: str) -> str:
-    """Return `value` if it is 64 lower-case hex digits; CacheError otherwise."""
+    """Return `value`. Raises: CacheError E202 unless it is 64 lower-case hex digits."""
     if isinstance(value, str) and _SHA256.fullmatch(value):
         return value
     raise wrong_value(where, key, value, "64 lower-case hex digits")
 
 
 def checked_int(name: str, value: Any, least: int) -> int:
-    """Return an argument of a function as int; ValueError unless it is an integer of any kind, and at least `least`."""
+    """Return a function's argument as int. Raises: ValueError unless it is an integer of any type, `least` or more."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
         raise ValueError(f"{name}={value!r}: expected an integer of {least} or more")
     return operator.index(value)
@@ -275,8 +294,8 @@ def file_records(meta: Mapping[str, Any], where: str = META_NAME) -> list[dict[s
     """Return the record (name, bytes, sha256, ...) of every file that a meta.json names.
 
     In this order: shards of train and val, index, ids and loss bits of train and val, checksums, files.
-    where: begins the messages; the path of the meta.json.
-    Raises: CacheError for a record that is not as in `checked_record`, and for a file that is named twice.
+    where: the path of the meta.json, for messages.
+    Raises: CacheError E202 for a record that `checked_record` refuses, and for a file that is named twice.
     """
     records: list[dict[str, Any]] = []
     names: set[str] = set()
@@ -291,7 +310,7 @@ def file_records(meta: Mapping[str, Any], where: str = META_NAME) -> list[dict[s
 
 
 def _records(meta: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """Yield the path of keys, such as `shards.train[3]`, and the value of everything that should be a record."""
+    """Yield every value that should be a record, with its path of keys, such as `shards.train[3]`."""
     _typed(meta, dict, "the whole", where)
     for group in ("shards", "index", "ids", "loss_bits"):
         splits = _typed(meta.get(group, {}), dict, group, where)
@@ -310,10 +329,10 @@ def _listed(value: Any, key: str, where: str) -> Iterator[tuple[str, Any]]:
 
 
 def checked_record(value: Any, key: str, where: str) -> dict[str, Any]:
-    """Return `value` if it is the record of a file: name, bytes, sha256; optional tokens, entries, block_bytes.
+    """Return `value` if it is the record of a file: name, bytes, sha256; optionally tokens, entries, block_bytes.
 
-    key, where: begin the messages, as in "meta.json: shards.train[3].name is ...".
-    Raises: CacheError unless its name is as in `checked_name`, its numbers are integers from 0 to 2**63 - 1, and its
+    where, key: begin the message, as in "meta.json: shards.train[3].name is ...".
+    Raises: CacheError E202 unless `checked_name` accepts the name, the numbers are integers from 0 to 2**63 - 1, and
         sha256 is 64 lower-case hex digits.
     """
     record: dict[str, Any] = _typed(value, dict, key, where)
@@ -338,9 +357,9 @@ def _typed(value: Any, kind: type[Any], key: str, where: str) -> Any:
 
 
 def content_sha256(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the content_sha256 of most kinds: of the output of `sha256sum` for all files, sorted by name.
+    """Return the content_sha256 of most kinds: the sha256 of `sha256sum`'s output for all files, sorted by name.
 
-    records: name, bytes, sha256 of every file. The other kinds have a rule of their own: `Kind.content_sha256`.
+    records: name and sha256 of every file. Other kinds have a rule of their own: `Kind.content_sha256`.
     """
     lines = sorted((str(record["name"]), str(record["sha256"])) for record in records)
     return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in lines).encode()).hexdigest()

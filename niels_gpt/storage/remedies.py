@@ -1,4 +1,4 @@
-"""The commands in error messages: which command builds a cache again, with the flags of its last build."""
+"""The commands in error messages: the command that builds a cache again, with the flags of its last build."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_TOKENIZER = (
     *(_TOKENIZER, "tokenizer_kind", "vocab_size", "model_type", "normalization", "character_coverage"),
     "tokenizer_max_bytes",
 )
-"""The settings that decide which tokenizer is made."""
+"""The settings that decide the tokenizer."""
 _VERSIONS_DIR, _RUNS_DIR, _SAMPLE = ".versions", ".runs", "sample"
 _MOST_BYTES = 1 << 16  # of the end of a file of run records; a record has about 2 KiB
 _RECIPE_NAME, _MOST_RECIPE_BYTES = "recipe.json", 1 << 24
@@ -40,10 +40,11 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+")
 
 
 def build_command(settings: Settings, keys: str | Sequence[str], *more: str, verb: str = "build") -> str:
-    """Return the command that builds the caches `keys` with these settings; `more`: further flags; verb: or seals one.
+    """Return the command that builds the caches `keys` with these settings.
 
-    For the tokenizer it builds all: every build makes a missing one. Settings with their default value and entries
-    of other sources are left out.
+    more: further flags. verb: "build" or "seal".
+    For the tokenizer it is `build --all`: every build makes a missing one. Settings with their default value, and
+    entries for other sources, are left out.
     """
     chosen = [keys] if isinstance(keys, str) else list(keys)
     names = [key.rpartition("/")[2] for key in chosen]
@@ -71,12 +72,11 @@ def build_command(settings: Settings, keys: str | Sequence[str], *more: str, ver
 
 
 def rebuild_command(path: str | os.PathLike[str], partition: tuple[int, int] | None = None) -> str:
-    """Return the command that builds a cache from scratch; `path`: any file or folder of the cache.
+    """Return the command that builds a cache from scratch. path: any file or folder of the cache.
 
-    partition: number and total: the command builds this partition alone, if the last build had as many.
-
-    It has the settings of the last recorded build, but uses the tokenizer that is in the folder of caches now. It is
-    `build --all` for a path outside of all folders of caches, and for a cache that was never built.
+    partition: number and total; the command then builds this partition only, if the last build had as many.
+    The command has the settings of the last recorded build, with the tokenizer that is in the folder of caches now. It
+    is `build --all` for a path outside of all folders of caches, and for a cache that was never built.
     """
     if (place := _place_of(path)) is None:
         return BUILD_ALL
@@ -98,10 +98,7 @@ def rebuild_command(path: str | os.PathLike[str], partition: tuple[int, int] | N
 
 
 def with_recorded_tokenizer(settings: Settings, root: Path) -> Settings:
-    """Return settings that make the tokenizer of a folder of caches again, as the record of its last build says.
-
-    Where there is no record, they are the settings as they are.
-    """
+    """Return settings with the recorded ones of the tokenizer's last build; without a record, unchanged settings."""
     if not _record_of(root, _TOKENIZER).is_file():
         return settings
     recorded = recorded_settings(root, _TOKENIZER)
@@ -109,9 +106,9 @@ def with_recorded_tokenizer(settings: Settings, root: Path) -> Settings:
 
 
 def build_again(path: str | os.PathLike[str], code: str = "") -> str:
-    """Return the remedy "Build it again: COMMAND" for a cache; of a copy, to take another one. path: anything in it.
+    """Return the remedy for a cache: "Build it again: COMMAND", or for a copy to take another one.
 
-    code: of the error; of E402 it is the tokenizer that is another one, not the copy.
+    path: any file or folder of the cache. code: of the error; for E402 in a copy, the remedy is another tokenizer.
     """
     if is_copy(path):
         return _ITS_TOKENIZER if code == "E402" else ANOTHER_COPY
@@ -119,9 +116,9 @@ def build_again(path: str | os.PathLike[str], code: str = "") -> str:
 
 
 def is_copy(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is of a cache that no build recorded here has made, such as one that was pulled, staged or copied.
+    """Whether a cache was pulled, staged or copied, so that no build recorded here made it.
 
-    Of such a cache no command is known that gives the same one again.
+    No command is known that makes such a cache again. path: any file or folder of the cache.
     """
     if (place := _place_of(path)) is not None:
         root, key = place
@@ -136,7 +133,7 @@ def is_copy(path: str | os.PathLike[str]) -> bool:
 
 
 def _has_replaced_a_build(cache: Path) -> bool:
-    """Whether the committed version is not the one of the last build, as after a pull. No file is trusted."""
+    """Whether the committed version is not the last build's, as after a pull. No file is trusted."""
     try:
         with open(open_for_reading(cache.parent / _VERSIONS_DIR / cache.name / _RECIPE_NAME), "rb") as file:
             version = json.loads(file.read(_MOST_RECIPE_BYTES)).get("version")
@@ -146,7 +143,7 @@ def _has_replaced_a_build(cache: Path) -> bool:
 
 
 def instead_of(path: str | os.PathLike[str]) -> str:
-    """Return what to do about a path where nothing is: pull a URL, take one of the names that are there, or build."""
+    """Return the remedy for a path where nothing is: pull a URL, take a name that exists, or build."""
     text = os.fspath(path)
     if (url := _URL.match(text)) is not None:  # a Path has one slash after the colon
         url_text = f"{url[1]}://{text[url.end() :]}"
@@ -158,7 +155,7 @@ def instead_of(path: str | os.PathLike[str]) -> str:
 
 
 def _names_near(path: Path) -> str:
-    """Return the names of caches in the first folder above a path that is there, the likely one first; "" if none."""
+    """Return the names of caches in the nearest existing folder above a path, the likely ones first; "" if none."""
     above = next((folder for folder in path.parents if folder.is_dir()), path.parent)
     wanted = path.relative_to(above).parts[0]
     try:
@@ -202,7 +199,7 @@ def _place_of(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
 
 
 def recorded_settings(root: Path, key: str) -> Settings:
-    """Return the settings of the last recorded build, or the defaults without a record. The record is not trusted."""
+    """Return the settings of the last recorded build, or defaults without a record. The record is not trusted."""
     try:
         found = json.loads(_last_line(_record_of(root, key)))["settings"]
         types, known = get_type_hints(Settings), asdict(Settings())
@@ -219,7 +216,7 @@ def _record_of(root: Path, key: str) -> Path:
 
 
 def _recorded_import(root: Path, key: str) -> list[str] | None:
-    """Return the arguments of `import` where the last recorded run of a cache is one. The record is not trusted."""
+    """Return the arguments of `import` if it was the last recorded run of a cache. The record is not trusted."""
     try:
         words = json.loads(_last_line(_record_of(root, key))).get("import")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -245,6 +242,6 @@ def make_again(tokenizer: Path) -> str:
 
 
 def remake_command(tokenizer: Path) -> str:
-    """Return the command that replaces a damaged tokenizer: a build does not replace one that exists."""
+    """Return the command that replaces a damaged tokenizer. It removes it first: a build keeps one that exists."""
     remove = shlex.join(["rm", *([] if tokenizer.is_symlink() else ["-r"]), str(tokenizer)])
     return f"{remove} && {rebuild_command(tokenizer)}"

@@ -1,18 +1,18 @@
-"""Versions of a cache: how a build is locked, resumed and committed in one step.
+"""Versions of a cache: locks, resumes and commits a build; lists the leftovers that gc may remove.
 
-A cache at PATH is a relative symlink to a finished version. The tokens of a version never change; its meta.json is
-replaced, atomically, when equal tokens get a new description:
+A cache at PATH is a relative symlink to a finished version. The tokens of a version never change. Its meta.json is
+replaced atomically if equal tokens get a new description:
 
     <parent>/NAME                          -> .versions/NAME/<content sha256, 12 digits>
     <parent>/.versions/NAME/<sha12>/       a finished version; its meta.json was written last
-    <parent>/.versions/NAME/building-KEY/          a build in progress, or an interrupted one that the next run resumes
+    <parent>/.versions/NAME/building-KEY/          a build in progress, or interrupted: the next run resumes it
     <parent>/.versions/NAME/building-KEY.journal/  its checkpoints
-    <parent>/.versions/NAME/partitions-KEY/        a cache that is built in partitions, each a cache in it; see is_plan
+    <parent>/.versions/NAME/partitions-KEY/        a cache built in partitions, each a cache in it; see is_plan
     <parent>/.versions/NAME/adoptedN/      a folder without a content_sha256 that was at PATH before
-    <parent>/.versions/NAME/attempts.json  runs of an unfinished build without progress, counted for a warning
+    <parent>/.versions/NAME/attempts.json  number of runs of an unfinished build without progress, for a warning
     <parent>/.versions/NAME/recipe.json    the recipe of the committed version
-    <parent>/.versions/NAME/lock           locked with flock(2) during a build; its text names the builder; where the
-                                           folder of caches says so, a lease takes its place: niels_gpt/storage/locks
+    <parent>/.versions/NAME/lock           held by flock(2) during a build, with the builder's name; or a lease in the
+                                           folder of caches takes its place: niels_gpt/storage/locks
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, PathLike, write_bytes
 from niels_gpt.storage.meta_json import (
     file_records,
+    link_in_the_way,
     open_regular,
     parse_object,
     printable,
@@ -57,7 +58,7 @@ _HALF_WRITTEN = re.compile(r"\.(recipe|meta|plan)\.json\.[0-9a-f]{8}\.tmp")  # o
 _BUILDERS_FILE = re.compile(r"[a-z0-9_]+\.(bin|bits|npy|txt|json|jsonl|model)")
 VERSION_NAME = re.compile(r"[0-9a-f]{12}|adopted\d+")
 PROBE = re.compile(r"\.probe-[0-9a-f]{8}")
-"""The hidden folder in which a build tries what the file system keeps; one that is killed meanwhile leaves it."""
+"""Name of the hidden folder in which a build tests the file system. A killed build leaves it."""
 _ADOPTED = re.compile(r"adopted\d+")
 _KILLED = "left by a process that was killed"
 _MAX_LINE = 1 << 24  # bytes of a line of a journal
@@ -66,13 +67,13 @@ KINDS = ("pretrain", "sft", "tokenizer", "rollouts", "eagle3", "draft_vocab")
 
 
 def versions_dir(path: PathLike) -> Path:
-    """Return the folder that keeps the versions, the lock and the recipe record of the cache at `path`."""
+    """Return the folder with the versions, the lock and the recipe of the cache at `path`."""
     public = Path(os.path.abspath(path))
     return public.parent / VERSIONS_DIR / public.name
 
 
 def public_path(version: Path) -> Path | None:
-    """Return the path that a version's folder was committed to; None for another folder."""
+    """Return the path that a version's folder was committed to; None for any other folder."""
     names = version.parent
     return names.parent.parent / names.name if names.parent.name == VERSIONS_DIR else None
 
@@ -83,15 +84,12 @@ def refuse_among_versions(path: PathLike) -> None:
     parts = (*Path(os.path.realpath(parent)).parts, name)
     if VERSIONS_DIR in parts:
         outside = Path(*parts[: parts.index(VERSIONS_DIR)])
-        found = f"lies in {outside / VERSIONS_DIR}, which holds versions of caches alone"
+        found = f"lies in {outside / VERSIONS_DIR}, which is for versions of caches only"
         raise CacheError(path, found, remedy=f"Name a folder elsewhere, such as {outside / 'NAME'}", code="E704")
 
 
 def version_name(folder: Path) -> str:
-    """Return the public path and the version of a version's folder, for messages; of another folder its path.
-
-    On one line, as `printable`.
-    """
+    """Return the public path and version of a version's folder, or another folder's path: one printable line."""
     public = public_path(folder)
     kind = "" if folder.name.startswith((BUILDING, PARTITIONS)) else "version "
     return printable(str(folder) if public is None else f"{public} ({kind}{folder.name})")
@@ -99,33 +97,37 @@ def version_name(folder: Path) -> str:
 
 @contextmanager
 def build_lock(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
-    """Lock the cache at `path` against other builders; yields the versions folder. Raises and waits as `file_lock`."""
+    """Lock the cache at `path` against other builders; yield the versions folder.
+
+    wait: wait without a limit while another process builds.
+    Raises: CacheError E503 with the other builder, unless `wait`; CacheError E205 if `.versions` is a link; and the
+        other errors of `file_lock`.
+    """
     folder = versions_dir(path)
     for link in (folder.parent, folder):
         if link.is_symlink():
-            raise CacheError(
-                link, "a symbolic link", "a folder: nothing is written through links", "Remove it", code="E205"
-            )
+            raise link_in_the_way(link, "a folder: nothing is written through links")
     with locks.file_lock(folder / LOCK_NAME, path, _BUILT, wait=wait):
         yield folder
 
 
 def refuse_if_building(path: PathLike) -> None:
-    """Raise CacheError if another process builds the cache at `path`; nothing is written, and no lock is kept."""
+    """Raise CacheError E503 if another process builds the cache at `path`. Writes nothing, and keeps no lock."""
     locks.refuse_if_held(versions_dir(path) / LOCK_NAME, path, _BUILT)
 
 
 @contextmanager
 def building(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
-    """Lock the cache at `path` and yield an empty folder for a build that is not resumed; on failure it is removed.
+    """Lock the cache at `path` and yield an empty folder for a build that is not resumed. On failure it is removed.
 
-    The cache at `path` stays readable until `commit`. wait: as in `build_lock`.
+    The cache at `path` stays readable until `commit`. wait: see `build_lock`.
+    Raises: CacheError E504 if other files are at `path`; the errors of `build_lock`.
     """
     refuse_foreign(path)
     with build_lock(path, wait=wait) as folder:
         _discard_dead(folder)
         fileio.remove(folder / BUILDING)
-        # Under a lease a name that no other process has: one that was stopped may go on writing beside its taker.
+        # Under a lease, a name of its own: a process that was stopped may still write beside the one that took over.
         name = f"{BUILDING}-{token_hex(VERSION_DIGITS // 2)}" if locks.is_leased(folder / LOCK_NAME) else BUILDING
         work = folder / name
         fileio.make_dir(work)
@@ -133,7 +135,7 @@ def building(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
         try:
             yield work
         except Exception:
-            locks.check_lease(folder / LOCK_NAME)  # its taker has removed this folder
+            locks.check_lease(folder / LOCK_NAME)  # a lost lease explains the error: the taker removed this folder
             raise
         finally:
             if os.getpid() == process:  # not in a forked child
@@ -142,12 +144,12 @@ def building(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def resumable(path: PathLike, key: str, *, wait: bool = False) -> Iterator[tuple[Path, Path]]:
-    """Lock the cache at `path`; yield the folder of the build `key` and the folder of its journal, as the last run
-    left them.
+    """Lock the cache at `path`; yield the folders of a build and of its journal, as the last run left them.
 
-    key: a hash of everything that decides the bytes. A build of another key has other folders, which stay.
-    wait: as in `build_lock`.
+    key: a hash of everything that decides the bytes. A build with another key has other folders, which stay.
+    wait: see `build_lock`.
     Both folders are removed when the block succeeds. On failure they stay for the next run if there is a journal.
+    Raises: CacheError E205 if one of them is a link; the errors of `building`.
     """
     refuse_foreign(path)
     with build_lock(path, wait=wait) as folder:
@@ -156,7 +158,7 @@ def resumable(path: PathLike, key: str, *, wait: bool = False) -> Iterator[tuple
         journal = work.with_name(work.name + JOURNAL_SUFFIX)
         for path_of in (work, journal):
             if path_of.is_symlink():
-                raise CacheError(path_of, "a symbolic link", "the folder of a build", "Remove it", code="E205")
+                raise link_in_the_way(path_of, "the folder of a build")
         if not (journal / JOURNAL_NAME).is_file():  # killed before the first checkpoint, or to be built from scratch
             _remove_build(work, journal)
         process = os.getpid()
@@ -165,7 +167,7 @@ def resumable(path: PathLike, key: str, *, wait: bool = False) -> Iterator[tuple
             for above in (folder, folder.parent, folder.parent.parent):  # a killed run may have made them
                 fileio.fsync_dir(above)
             if locks.is_leased(folder / LOCK_NAME):
-                fileio.renew(journal)  # who lost its lease may still write to the files that it has open
+                fileio.renew(journal)  # a process that lost its lease may still write to its open files
             yield work, journal
         except BaseException:
             if (
@@ -186,9 +188,9 @@ def _remove_build(work: Path, journal: Path) -> None:
 
 
 def clear_leftovers(path: PathLike) -> None:
-    """Remove useless files that killed processes have left of the cache at `path`, outside of a build; see `_dead`.
+    """Remove the useless files (`_dead`) that killed processes left of the cache at `path`.
 
-    Nothing is written if there are none, if another process builds, or if the folder cannot be written to.
+    Writes nothing if there are none, if another process builds, or without permission. Never raises for these.
     """
     folder = versions_dir(path)
     with suppress(CacheError, OSError):
@@ -203,8 +205,10 @@ def _discard_dead(folder: Path) -> None:
 
 
 def _dead(folder: Path) -> list[Path]:
-    """Return half-written files, and the rest of builds whose journal is gone: builders of this project made them, and
-    without a build in progress they are useless. (The journal of a finished build is removed first.)"""
+    """Return half-written files, and folders of builds whose journal is gone. The build lock is held.
+
+    Builders of this project made them, and they are useless: the journal of a finished build is removed first.
+    """
     dead = []
     for entry in folder.iterdir():
         if BUILD_NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
@@ -222,12 +226,12 @@ def _dead(folder: Path) -> list[Path]:
 
 
 def journals_first(entry: Path) -> tuple[bool, str]:
-    """Return a key by which the journals of builds are sorted before the other entries of a versions folder."""
+    """Return a sort key that puts the journals of builds before the other entries of a versions folder."""
     return entry.suffix != JOURNAL_SUFFIX, entry.name
 
 
 def is_half_written(entry: Path) -> bool:
-    """Whether a file is named as one that a process was killed while writing, by its name alone."""
+    """Whether a file's name is one of `write_bytes` before its rename: a process was killed while it wrote it."""
     return _HALF_WRITTEN.fullmatch(entry.name) is not None
 
 
@@ -237,9 +241,9 @@ def _has_builders_files_only(folder: Path) -> bool:
 
 
 def discard_unfinished(folder: Path) -> None:
-    """Remove every unfinished build in the versions folder of a cache, partitions too; `build_lock` is held.
+    """Remove every unfinished build in the versions folder of a cache, also partitions. `build_lock` is held.
 
-    Raises: CacheError, before anything is removed, while a partition is being built.
+    Raises: CacheError E503 while a partition is being built; nothing is removed then.
     """
     entries = sorted(folder.iterdir(), key=journals_first)
     plans = [entry for entry in entries if is_plan(entry)]
@@ -251,7 +255,7 @@ def discard_unfinished(folder: Path) -> None:
 
 
 def is_plan(folder: Path) -> bool:
-    """Whether a folder is that of the partitions of a cache: it has a plan.json that a build of ours wrote."""
+    """Whether a folder holds the partitions of a cache: it has a plan.json that a build of this project wrote."""
     if not _PARTITIONS.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
         return False
     try:
@@ -263,11 +267,12 @@ def is_plan(folder: Path) -> bool:
 
 
 def refuse_if_partition_is_built(plan: Path, *, dry_run: bool = False) -> None:
-    """Raise CacheError while a process builds a partition in the folder of a plan.
+    """Raise CacheError E503 while a process builds a partition in the folder of a plan.
 
-    A lease that may have run out is watched, and removed if it has: else that of a machine that died after its
-    partition was committed would stay for ever. dry_run: write nothing; such a lease counts as held.
+    dry_run: write nothing; a lease that may have run out counts as held.
     """
+    # Otherwise it is watched, and removed if it has run out. Nobody else would: a machine may have died after it had
+    # committed its partition.
     refuse = locks.refuse_if_held if dry_run else locks.refuse_while_held
     inner = plan / VERSIONS_DIR
     for folder in [] if inner.is_symlink() else sorted(inner.glob("*")):  # a lease leaves no file in it
@@ -275,11 +280,9 @@ def refuse_if_partition_is_built(plan: Path, *, dry_run: bool = False) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file or folder of `leftovers.removable`.
-
-    A build's journal is removed before the files that it describes, and plan.json after the partitions: what a killed
-    process leaves still says whose it is.
-    """
+    """Remove a file or folder that `removable` lists."""
+    # The order makes a killed removal recognizable: plan.json goes after the partitions, so the folder still names its
+    # cache; a journal goes before the files that it describes, so what is left is dead and not a build to resume.
     if is_plan(path):
         for entry in path.iterdir():
             if entry.name != PLAN_NAME:
@@ -292,11 +295,13 @@ def discard(path: Path) -> None:
 
 
 def commit(work: Path, path: PathLike, content_sha256: str) -> Path:
-    """Make the finished folder `work` the cache at `path`, atomically; returns the version's folder (D11).
+    """Make the finished folder `work` the cache at `path`, atomically; return the version's folder (D11).
 
     One rename(2) moves the public name from the old version to the new one, so a reader sees one of them, never a
-    mixture and never nothing. Exceptions: a real folder at `path`, and a damaged version of the same content, are moved
-    away just before. Older versions stay for their readers. A call resumes one that was killed after renaming `work`.
+    mixture and never nothing. Exceptions: a real folder at `path`, and a damaged version with the same content, are
+    moved away just before. Older versions stay for their readers. If a call was killed after it renamed `work`, the
+    next call finishes it.
+    Raises: CacheError E504 if other files are at `path`; CacheError E512 if the lease was lost; OSError.
     """
     version = store(work, path, content_sha256)
     publish(version, path)
@@ -304,7 +309,7 @@ def commit(work: Path, path: PathLike, content_sha256: str) -> Path:
 
 
 def store(work: Path, path: PathLike, content_sha256: str) -> Path:
-    """Make the finished folder `work` a version of the cache at `path`; new readers still open the committed one."""
+    """Make the finished folder `work` a version of the cache at `path`. Readers still open the committed version."""
     public = Path(os.path.abspath(path))
     folder = versions_dir(public)
     if not SHA256_DIGITS.fullmatch(content_sha256):
@@ -312,14 +317,14 @@ def store(work: Path, path: PathLike, content_sha256: str) -> Path:
     version = folder / content_sha256[:VERSION_DIGITS]
     refuse_foreign(public)  # again: files may have appeared during a long build
     if work.is_dir():
-        fileio.sync_tree(work)
+        fileio.sync_tree(work)  # before any name points to it; that may take long, so the lease is checked afterwards
         locks.check_lease(folder / LOCK_NAME)
         if (version / META_NAME).exists() and _same_files(work, version):
             write_bytes(version / META_NAME, read_regular(work / META_NAME))  # equal content, another description
             os.utime(version)  # make it the newest
         else:
             fileio.remove(folder / DAMAGED)
-            if version.exists():  # with missing or changed files: its readers find good ones at the same paths
+            if version.exists():  # damaged: its readers find good files at the same paths from now on
                 fileio.rename(version, folder / DAMAGED)
             fileio.rename(work, version)
     fileio.remove(folder / DAMAGED)
@@ -329,7 +334,7 @@ def store(work: Path, path: PathLike, content_sha256: str) -> Path:
 
 
 def publish(version: Path, path: PathLike) -> None:
-    """Point the public name of the cache at `path` to one of its versions; `build_lock` is held."""
+    """Point the public name of the cache at `path` to one of its versions. `build_lock` is held."""
     public = Path(os.path.abspath(path))
     folder = versions_dir(public)
     locks.check_lease(folder / LOCK_NAME)
@@ -337,6 +342,7 @@ def publish(version: Path, path: PathLike) -> None:
     link = folder / LINK
     if os.path.lexists(link) and not link.is_symlink():
         raise CacheError(link, "not made by a commit", "the link of a commit, or nothing", "Move it away", code="E504")
+    # A symlink cannot be replaced in place: make another one, and rename it over the public name.
     fileio.remove(link)
     fileio.symlink(Path(VERSIONS_DIR) / public.name / version.name, link)
     locks.check_lease(folder / LOCK_NAME)
@@ -359,14 +365,14 @@ def _sizes(root: Path) -> dict[str, int]:
 
 
 def _names_below(root: Path) -> set[str]:
-    """Return the relative names of everything below a folder but folders."""
+    """Return the relative names of everything below a folder except folders."""
     return {"/".join(names) for _, names, about in fileio.walked(root) if not stat.S_ISDIR(about.st_mode)}
 
 
 def refuse_foreign(path: PathLike) -> None:
-    """Raise CacheError if a commit to `path` would replace something that is not a cache.
+    """Raise CacheError E504 if a commit to `path` would replace something other than a cache.
 
-    Replaced are: a symlink, an empty folder, and a folder that contains only the files that its meta.json names.
+    A commit replaces a symlink, an empty folder, and a folder with only the files that its meta.json names.
     """
     public = Path(path)
     try:
@@ -400,7 +406,7 @@ def _named_files(public: Path) -> set[str]:
 
 
 def _make_way(public: Path, folder: Path) -> None:
-    """Move a real folder at the public path among the versions; `refuse_foreign` has checked it."""
+    """Move a real folder at the public path to the versions. `refuse_foreign` has checked it."""
     if public.is_symlink() or not public.exists():
         return
     if not _names_below(public):
@@ -422,9 +428,9 @@ def _make_way(public: Path, folder: Path) -> None:
 
 
 def versions_below(folder: Path) -> list[Path]:
-    """Return the folders below a folder that may contain the versions of a cache, sorted; links are not followed.
+    """Return the folders below `folder` that may contain the versions of a cache, sorted. Follows no links.
 
-    Those of partitions are left out: they are parts of an unfinished build.
+    Leaves out partitions, which are parts of an unfinished build.
     """
     found: list[Path] = []
     waiting = [os.fspath(folder)]
@@ -442,32 +448,36 @@ def versions_below(folder: Path) -> list[Path]:
 
 
 class Leftover(NamedTuple):
-    """A file or folder beside the versions of a cache that the cache does not need."""
+    """A file or folder in a versions folder that the cache does not need."""
 
     path: Path
     why: str
     is_ours: bool
-    """Whether this project made it: only then gc removes it."""
+    """Whether this project made it. gc removes nothing else."""
 
 
 def removable(path: PathLike, kinds: Collection[str] = KINDS) -> list[tuple[Path, str]]:
-    """Return what gc may remove of the cache at `path`, and why: the `leftovers` that are ours."""
+    """Return the files and folders that gc may remove for the cache at `path`, each with the reason.
+
+    These are the `leftovers` that this project made. Hold `build_lock`.
+    """
     return [(entry.path, entry.why) for entry in leftovers(path, kinds) if entry.is_ours]
 
 
 def leftovers(path: PathLike, kinds: Collection[str] = KINDS) -> list[Leftover]:
-    """Return all versions of the cache at `path` but the two newest, and the rest of dead builds (D11).
+    """Return all versions of the cache at `path` except the two newest, and the rest of dead builds (D11).
 
-    A leftover is ours by its content, at its right place: a version has a meta.json of a known kind and the name of its
-    content; a journal begins with our first line, beside its build. Other names of ours, such as building, count if the
-    folder has recipe.json, a version, or a journal of ours.
-    The committed version always stays. Call this with `build_lock` held, or a build in progress looks dead. Whether a
-    reader has an old version open is not checked here: see `niels_gpt.storage.locks.unless_held`.
-    kinds: the `kind` of the caches that are ours.
+    The committed version always stays. Hold `build_lock`, or a build in progress looks dead. A reader may have an old
+    version open: see `niels_gpt.storage.locks.unless_held`.
+    kinds: `kind` in the meta.json of this project's caches.
+
+    This project made an entry if its content proves it: a version has a meta.json of a known kind, and is named after
+    its content; a journal begins with a builder's first line, and lies beside its build. Entries without such content,
+    such as building, count as ours if the folder also has one that is proven, or a recipe.json.
     """
     folder = versions_dir(path)
     if folder.is_symlink() or folder.parent.is_symlink():
-        return []  # of another cache
+        return []  # the folder belongs to another cache
     names = (entry for entry in folder.parent.parent.iterdir() if entry.is_symlink())
     committed = {os.path.normpath(name.parent / os.readlink(name)) for name in names}
     entries = sorted(folder.iterdir(), key=journals_first)
@@ -507,7 +517,7 @@ def _is_partitions(entry: Path) -> bool:
 
 
 def _is_marked(entry: Path, kinds: Collection[str]) -> bool:
-    """Whether the content of an entry of the versions folder shows that this project made it."""
+    """Whether the content of an entry of a versions folder proves that this project made it."""
     try:
         if entry.name == RECIPE_NAME:
             return {"fingerprint", "meta_sha256", "version"} <= parse_object(read_regular(entry)).keys()
@@ -528,7 +538,10 @@ def _is_marked(entry: Path, kinds: Collection[str]) -> bool:
 
 
 def is_journal(path: Path) -> bool:
-    """Whether a file begins with the first line of a build's journal. Raises as `open_regular`."""
+    """Whether a file begins with the first line of a build's journal.
+
+    Raises: FileNotFoundError; CacheError E203 or E205 if `open_regular` refuses it.
+    """
     with open(open_regular(path), "rb") as file:
         line = file.readline(_MAX_LINE)
     if line[-1:] != b"\n" or line[:9] != f"{zlib.crc32(line[9:-1]):08x} ".encode():

@@ -1,6 +1,6 @@
-"""Waits between attempts at a server: how long, after which failures, and for how long a server may ask.
+"""Waits between attempts at a server: how long, after which failures, and how long a server may ask for.
 
-Questions to the hub, requests to buckets and the retries of Dagster's steps take their numbers from `Waits`.
+Used for requests to the hub, requests to buckets, and retries of Dagster's steps.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Waits:
-    """How long is waited after each failure."""
+    """The seconds to wait after each failure."""
 
     first_s: float
-    """Seconds after the first failure; after each further one `factor` times as long."""
+    """After the first failure; after each further one, `factor` times as long."""
     longest_s: float
-    """The longest wait of ours."""
+    """Longest wait, unless the server asks for more."""
     factor: float = 2.0
     jitter: float = 0.0
-    """Part of a wait by which it is longer or shorter, at random, so that many that wait do not come back at once."""
+    """Random part by which a wait is longer or shorter, so that many clients do not return at the same time."""
 
     def after(self, failures: int, asked: float | None = None) -> float:
         """Return the seconds to wait after so many failures in a row, 1 or more.
 
-        asked: seconds that the server asks for. 0, or a date that has passed, is not believed: our own wait counts.
+        asked: seconds that the server asks for. They count if they are more than our own wait.
         """
         own = min(self.first_s * self.factor ** (failures - 1), self.longest_s)
         own *= 1 + self.jitter * random.uniform(-1, 1)
@@ -35,9 +35,9 @@ class Waits:
 
 
 def asked_seconds(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of Retry-After (RFC 9110 10.2.3), below 0 for a date that has passed; None without it.
+    """Return the seconds of Retry-After (RFC 9110 10.2.3), negative for a past date; None without the header.
 
-    headers: of an answer; names in small letters or as libraries compare them.
+    headers: of a response; a plain dict has its names in lower case or as the RFC writes them.
     """
     value = str(headers.get("Retry-After") or headers.get("retry-after") or "").strip()
     if value.isdecimal() and len(value) < 20:
@@ -52,12 +52,12 @@ def asked_seconds(headers: Mapping[str, str]) -> float | None:
 
 
 def is_passing(status: int) -> bool:
-    """Return whether a later request may not meet this HTTP status."""
+    """Whether this HTTP status is temporary, so that a later request may succeed."""
     return status in (408, 425, 429) or status >= 500
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes, including those that a library hides with `raise ... from None`."""
+    """Yield an error and its causes, also the ones that a library hides with `raise ... from None`."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

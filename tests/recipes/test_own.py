@@ -104,7 +104,7 @@ def test_a_name_that_is_taken_and_a_line_that_is_none(settings, message):
         ('[pretrain]\na = " "', r"pretrain\.a: found ' ', expected a text"),
         ('[pretrain.a]\nfiles = "x"\nfield = ""', "expected a text"),
         ("[pretrain]\na = 3", r"pretrain\.a: found 3, expected a text"),
-        ('[pretrain.a]\nlicence = "x"', r"of which `files` must be there"),
+        ('[pretrain.a]\nlicence = "x"', r"`files` is required"),
         ('[pretrain.a]\nfiles = "x"\nlicense = "x"', "expected .* licence"),
         ('[sft.a]\nfiles = "x"\nfield = "y"', "the texts files, licence, attribution,"),
         ('[pretrain]\nwikitext = "x"', "wikitext is a built-in name"),

@@ -201,7 +201,7 @@ def _print_made(produced: Produced, folder: Path) -> None:
 def flags_of(options: type[TargetOptions], dry_run: str) -> list[click.Parameter]:
     """Return a flag for each option with a group, in the order of GROUPS. dry_run: help of --dry-run."""
     found = [_flag(each) for group in GROUPS for each in fields(options) if each.metadata["group"] == group]
-    text = "hub, sample, or the folder of a mirror"
+    text = "where sources are read: hub, sample, or the folder of a mirror"
     root = RichOption(["--source-root"], default=Settings().source_root, metavar="ROOT", help=text, panel=GROUPS[0])
     return [*found, root, RichOption(["--dry-run"], is_flag=True, help=dry_run, panel=GROUPS[-1])]
 
@@ -251,11 +251,12 @@ PRECOMPUTE = _Precompute(
         *flags_of(Options, "print sizes and free space, and stop; exit code 1 if it does not fit"),
         RichOption(["--part"], metavar="i/N", hidden=True, help="the earlier name: --partitions N --partition i - 1"),
     ],
-    help="Run a frozen target over chats once, and store what an EAGLE-3 draft is trained on.\n\n"
-    "MODEL is the folder of a transformers model or its id on the hub. SOURCE is a source of chats of the project "
-    "(dolly15k, oasst1, or yours by its name), or a file, folder or pattern of JSONL, JSON or parquet: chats, or rows "
-    "of input_ids and loss_mask. --resume continues a run that was killed, with any number of workers: the bytes are "
-    "those of a run without interruption.",
+    help="Run a large model over chats once, and store its outputs for training EAGLE-3 drafts.\n\n"
+    "A draft is a small model that proposes tokens for a large one, the target, to check. It learns from the target's "
+    "outputs; from the cache in DIR it does so without the target. MODEL is a transformers model, by folder or hub id. "
+    "SOURCE is a source of chats (dolly15k, oasst1, or your own by its name), or a file, folder or pattern of JSONL, "
+    "JSON or parquet: chats, or rows of input_ids and loss_mask. --resume continues a run that was killed, with any "
+    "number of workers, to the same bytes.",
     errors=(*ERRORS, RuntimeError),
     kept="; finished shards stay: resume with the same command and --resume",
     unread=1,

@@ -76,15 +76,15 @@ def _say_advice(counts: Mapping[str, int]) -> None:
 respond = Command(
     "respond",
     callback=_respond,
-    params=flags_of(RespondOptions, "read the chats, print how many prompts and tokens, and stop"),
-    help="Let the target reply to chats, as input for precompute.\n\n"
-    "MODEL and SOURCE are as for precompute. Each turn of the assistant is replaced by the target's reply to what "
-    "stands before it, with the replies before; a chat that ends with a question gets a reply too. A chat ends with "
-    "the first reply that is cut, and before one that is empty or holds a special token; all are counted, and a cut "
-    "one is marked in its row. FILE appears when all is done: the same command resumes a run that was killed.\n\n"
-    "A reply depends on the seed and the chat's id alone, not on the order of chats or on resuming; of chats with one "
-    "id, also on how many stand before it. Another batch size may round otherwise, and change replies where two tokens "
-    "are nearly equal: seldom in fp32, often in bf16.",
+    params=flags_of(RespondOptions, "read the chats, print the numbers of prompts and tokens, and stop"),
+    help="Generate the target's own replies to chats, as input for precompute.\n\n"
+    "MODEL and SOURCE are as for precompute. The target's reply to the messages before it replaces each turn of the "
+    "assistant; a chat that ends with a question gets a reply too. A chat ends with the first reply that is cut, and "
+    "before one that is empty or holds a special token; all of these are counted, and a row marks its cut reply. FILE "
+    "appears when everything is done: the same command resumes a run that was killed.\n\n"
+    "A reply depends only on the seed and the chat's id (for equal ids also on their order), not on other chats or on "
+    "resuming. Another batch size may round differently, and change a reply where two tokens are nearly equal: seldom "
+    "in fp32, often in bf16.",
     examples="""niels-gpt eagle3 respond --target-model MODEL --input-data chats.jsonl --output replies.jsonl
 niels-gpt eagle3 respond --target-model MODEL --input-data dolly15k --output replies.jsonl --temperature 0.7 --seed 1
 niels-gpt eagle3 precompute --target-model MODEL --input-data replies.jsonl --output-dir DIR""",

@@ -41,23 +41,23 @@ _PATH = click.Path(path_type=Path)
 
 def of_cache(function: Callable[..., Result]) -> Callable[..., Result]:
     """Add the argument CACHE and the flag --follow-links to a command's function."""
-    text = "read files that are links, as in a snapshot of the Hugging Face hub; refused otherwise"
+    text = "read files that are symbolic links, as in a snapshot of the Hugging Face hub; refused otherwise"
     function = option("--follow-links", is_flag=True, help=text)(function)
-    return argument("cache", type=_PATH, help="folder of a cache: with a manifest.json")(function)
+    return argument("cache", type=_PATH, help="folder of a cache, with its manifest.json")(function)
 
 
 @command(
     "verify",
-    "Report every damage of a cache with its shard and sample.",
+    "Check a cache, and report every damage with its shard and sample.",
     examples="""niels-gpt eagle3 verify CACHE                        every damage, with its shard and sample
 niels-gpt eagle3 verify CACHE --target MODEL -k 8    and run 8 samples through the target again""",
 )
 @of_cache
 @option("--target", metavar="MODEL", help="folder or hub id of the cache's target: run samples through it again")
-@option("--revision", metavar="REV", help="hub commit, tag or branch of the target; as in the plan if not given")
-@option("-k", "--samples", type=int, default=8, metavar="N", help="samples to run, drawn by the seed")
+@option("--revision", metavar="REV", help="commit, tag or branch of the target; the cache's own if not given")
+@option("-k", "--samples", type=int, default=8, metavar="N", help="number of samples to run, drawn by --seed")
 @option("--seed", type=int, default=0, metavar="N", help="seed of the draw")
-@option("--device", type=click.Choice(["cpu", "cuda"]), help="where the target runs; as in the plan if not given")
+@option("--device", type=click.Choice(["cpu", "cuda"]), help="where the target runs; as for the cache if not given")
 def verify(cache: Path, follow_links: bool, target: str | None, **how: Any) -> Result:
     """Check a cache."""
     from niels_gpt.eagle3.inspect.verify import verify
@@ -99,14 +99,18 @@ def _verdict_lines(name: str, verdict: Verdict) -> str:
 
 @command(
     "inspect",
-    "Print what a cache was made from and its form, or the slots of a sample.",
+    "Print the origin, form and shards of a cache, or one sample token by token.",
     examples="niels-gpt eagle3 inspect CACHE --sample 3 --tokenizer MODEL",
 )
 @of_cache
-@option("--sample", type=int, metavar="I", help="number of a sample of the cache, from 0")
-@option("--tokenizer", metavar="MODEL", help="folder or hub id, for the text of the ids; ids alone if not given")
-@option("--slot", type=int, metavar="P", default=0, help="first slot of the sample to print")
-@option("--slots", type=int, metavar="N", default=32, help="slots to print, at most")
+@option("--sample", type=int, metavar="I", help="number of the sample, from 0")
+@option(
+    "--tokenizer",
+    metavar="MODEL",
+    help="folder or hub id, to print ids as text; ids only if not given",
+)
+@option("--slot", type=int, metavar="P", default=0, help="first token of the sample to print")
+@option("--slots", type=int, metavar="N", default=32, help="most tokens to print")
 def inspect(
     cache: Path, follow_links: bool, sample: int | None, tokenizer: str | None, slot: int, slots: int
 ) -> Result:
@@ -129,12 +133,12 @@ def inspect(
 
 @command(
     "stats",
-    "Print tokens, shares, lengths, mass, entropy and norms of a cache.",
+    "Print figures of a cache: tokens, lengths, kept probability, entropy, norms.",
     examples="niels-gpt eagle3 stats CACHE --plot stats.png",
 )
 @of_cache
-@option("--plot", type=_PATH, metavar="PNG", help="write a picture of lengths, entropy and mass there")
-@option("--seed", type=int, default=0, metavar="N", help="seed of the slots whose floats are read")
+@option("--plot", type=_PATH, metavar="PNG", help="also draw lengths, entropy and kept probability into this file")
+@option("--seed", type=int, default=0, metavar="N", help="seed that draws the tokens whose states are read")
 def stats(cache: Path, follow_links: bool, plot: Path | None, seed: int) -> Result:
     """Print the figures of a cache."""
     from niels_gpt.eagle3.inspect.stats import stats
@@ -159,17 +163,22 @@ def stats(cache: Path, follow_links: bool, plot: Path | None, seed: int) -> Resu
 
 @command(
     "convert",
-    "Convert a cache: versions 1 and 2 into each other in place, a native one into a new cache of version 1 or 2.",
+    "Convert a cache: between versions 1 and 2 in place, or a native one into a new cache of version 1 or 2.",
     examples="""niels-gpt eagle3 convert CACHE --format 2                     1 -> 2: no shard is rewritten
 niels-gpt eagle3 convert CACHE --format 1 --output-dir OUT    native -> 1""",
 )
 @of_cache
 @option(
-    "--format", "--format-version", "form", type=click.Choice(["1", "2", "native"]), required=True, help="to convert to"
+    "--format",
+    "--format-version",
+    "form",
+    type=click.Choice(["1", "2", "native"]),
+    required=True,
+    help="new form",
 )
-@option("--output-dir", type=_PATH, metavar="OUT", help="folder of the new cache, for a native one")
-@option("--shard-size", type=click.IntRange(1), default=256, metavar="N", help="samples of a shard, for a native cache")
-@option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="where distributions are made")
+@option("--output-dir", type=_PATH, metavar="OUT", help="folder of the new cache, if CACHE is native")
+@option("--shard-size", type=click.IntRange(1), default=256, metavar="N", help="samples in a shard of the new cache")
+@option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="where probabilities are computed")
 def convert(cache: Path, follow_links: bool, form: str, output_dir: Path | None, **how: Any) -> Result:
     """Convert a cache."""
     from niels_gpt.eagle3.format.manifest import is_native, read_manifest
@@ -274,15 +283,24 @@ def _not_to_native(cache: Path, manifest: dict[str, Any], follow_links: bool) ->
 
 @command(
     "redraft",
-    "Give a native cache another draft vocabulary: a new cache without running the target, of hard links to the old.",
+    "Give a native cache another draft vocabulary: a new cache of hard links, without running the target.",
     examples="niels-gpt eagle3 redraft CACHE OUT --draft-vocab-size 16000",
 )
 @of_cache
-@argument("out", type=_PATH, help="folder of the new cache: empty or absent, on the same file system")
-@option("--draft-vocab-size", type=click.IntRange(1), metavar="D", help="tokens of the draft: the most frequent ones")
-@option("--draft-vocab-from", metavar="FILE", help="take them from a token mapping or a cache")
-@option("--tokenizer", metavar="MODEL", help="folder or hub id that has the special tokens, for a cache without a plan")
-@option("--copy", is_flag=True, help="copy the files: for a folder on another file system")
+@argument("out", type=_PATH, help="folder of the new cache: empty or missing, on the same file system")
+@option(
+    "--draft-vocab-size",
+    type=click.IntRange(1),
+    metavar="D",
+    help="number of draft tokens: the most frequent ones",
+)
+@option("--draft-vocab-from", metavar="FILE", help="take the tokens from a file or another cache")
+@option(
+    "--tokenizer",
+    metavar="MODEL",
+    help="folder or hub id with the special tokens, for a cache without a plan",
+)
+@option("--copy", is_flag=True, help="copy the files instead of linking them, for a folder on another file system")
 def redraft(
     cache: Path,
     follow_links: bool,
@@ -346,11 +364,10 @@ def _special_ids(cache: Path, name: str | None, follow_links: bool) -> list[int 
 
 @command(
     "seal",
-    "Finish a folder in which precompute --partition made all partitions: every shard is checked, then meta.json is "
-    "written.",
+    "Finish a folder in which precompute --partition built all partitions: check every shard, then write meta.json.",
     examples="niels-gpt eagle3 seal DIR",
 )
-@argument("cache", type=_PATH, metavar="DIR", help="folder that the partitions were made in")
+@argument("cache", type=_PATH, metavar="DIR", help="folder in which the partitions were built")
 def seal(cache: Path) -> Result:
     """Seal a folder of partitions."""
     from niels_gpt.eagle3.kind import EAGLE3
@@ -360,11 +377,17 @@ def seal(cache: Path) -> Result:
 
 @command(
     "join",
-    "Put partitions together that were made in folders of their own: links where possible, the bytes of one run.",
+    "Join partitions that were built in folders of their own into one cache, by links if possible.",
     examples="niels-gpt eagle3 join CACHE part-1 part-2 part-3",
 )
-@argument("out", type=click.Path(path_type=Path), help="folder of the cache: empty or absent")
-@argument("part", type=click.Path(path_type=Path), nargs=-1, required=True, help="folders of precompute --partition")
+@argument("out", type=click.Path(path_type=Path), help="folder of the cache: empty or missing")
+@argument(
+    "part",
+    type=click.Path(path_type=Path),
+    nargs=-1,
+    required=True,
+    help="folders of precompute --partition",
+)
 def join(out: Path, part: tuple[Path, ...]) -> Result:
     """Join partitions."""
     from niels_gpt.eagle3.build import join
@@ -386,43 +409,52 @@ def join(out: Path, part: tuple[Path, ...]) -> Result:
 
 @command(
     "import",
-    "Make a native cache of the files of another tool.",
+    "Make a native cache from the files of another tool.",
     examples="""niels-gpt eagle3 import DIR OUT --from specforge --target MODEL
 niels-gpt eagle3 import DIR OUT --from speculators --target MODEL --aux-dtype fp8
 niels-gpt eagle3 import DIR OUT --from specforge --target MODEL --trust --layers eagle3""",
 )
 @argument("source", type=_PATH, metavar="DIR", help="folder of the other tool's files")
-@argument("out", type=_PATH, metavar="OUT", help="folder of the cache; must be empty or not exist")
+@argument("out", type=_PATH, metavar="OUT", help="folder of the cache: empty or missing")
 @option("--from", "tool", type=click.Choice(TOOLS), required=True, help="the tool that wrote the files")
-@option("--target", metavar="MODEL", required=True, help="folder or hub id of the model that the states are of")
-@option("--revision", metavar="REV", help="hub commit, tag or branch of the target")
+@option("--target", metavar="MODEL", required=True, help="folder or hub id of the model that the states come from")
+@option("--revision", metavar="REV", help="commit, tag or branch of the target on the hub")
 @option(
     "-k",
     "--samples",
     type=click.IntRange(1),
     default=8,
     metavar="N",
-    help="samples to run, which show what the states are",
+    help="number of samples to run through the target, to find out which layers are stored",
 )
 @option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, metavar="N", help="seed of the draw")
-@option("--device", type=click.Choice(["cpu", "cuda"]), help="where the target runs; cuda where there is one")
-@option("--trust", is_flag=True, help="run nothing; the states are what --layers and --last-hidden say")
-@option("--layers", metavar="IDS", help="with --trust: the blocks, from 0: eagle3, dflash:N, or ids such as 1,15,28")
+@option("--device", type=click.Choice(["cpu", "cuda"]), help="where the target runs; cuda if available")
+@option("--trust", is_flag=True, help="do not run the target; believe --layers and --last-hidden")
+@option(
+    "--layers",
+    metavar="IDS",
+    help="with --trust: stored layers from 0: eagle3, dflash:N, or 1,15,28",
+)
 @option(
     "--last-hidden",
     type=click.Choice(["pre_norm", "post_norm"]),
-    help="with --trust: before or after the final norm; as the tool documents it if not given",
+    help="with --trust: last hidden states before or after the final norm; as usual for the tool if not given",
 )
 @option(
     "--loss-mask",
     type=click.Choice(["raw", "shifted"]),
-    help="of each token itself, or of the next; if not given, raw, and checked where the drawn samples have 8 replies",
+    help="raw: of each token itself; shifted: of the next one; if not given raw, checked by the replies",
 )
-@option("--draft-vocab-size", type=click.IntRange(1), metavar="D", help="tokens that the draft knows; all if not given")
-@option("--aux-dtype", type=click.Choice(["stored", "fp8"]), default="stored", help="of the auxiliary states")
-@option("--shard-bytes", type=click.IntRange(1 << 16), metavar="N", help="limit of a shard's bytes; 1 GiB if not given")
-@option("--drop-bad", is_flag=True, help="leave out bad samples and count them, in place of an error")
-@option("--follow-links", is_flag=True, help="read files that are links; refused otherwise")
+@option(
+    "--draft-vocab-size",
+    type=click.IntRange(1),
+    metavar="D",
+    help="tokens the draft can propose; all if not given",
+)
+@option("--aux-dtype", type=click.Choice(["stored", "fp8"]), default="stored", help="dtype of the layers' states")
+@option("--shard-bytes", type=click.IntRange(1 << 16), metavar="N", help="most bytes of a shard; 1 GiB if not given")
+@option("--drop-bad", is_flag=True, help="leave out bad samples and count them, instead of failing")
+@option("--follow-links", is_flag=True, help="read files that are symbolic links; refused otherwise")
 def import_(source: Path, out: Path, tool: str, **how: Any) -> Result:
     """Import a folder."""
     from niels_gpt.eagle3.exchange.move import import_cache
@@ -523,13 +555,13 @@ def _import_lines(out: Path, done: Imported) -> list[str]:
 
 @command(
     "export",
-    "Write a native cache as the files of another tool.",
+    "Write a native cache as files of another tool.",
     examples="""niels-gpt eagle3 export CACHE OUT --to specforge
 niels-gpt eagle3 export CACHE OUT --to speculators""",
 )
 @of_cache
-@argument("out", type=_PATH, metavar="OUT", help="folder to write; must be empty or not exist")
-@option("--to", "tool", type=click.Choice(TOOLS), required=True, help="the tool that shall read the files")
+@argument("out", type=_PATH, metavar="OUT", help="folder to write: empty or missing")
+@option("--to", "tool", type=click.Choice(TOOLS), required=True, help="the tool that will read the files")
 def export(cache: Path, out: Path, follow_links: bool, tool: str) -> Result:
     """Export a cache."""
     from niels_gpt.eagle3.exchange.move import export_cache
@@ -550,11 +582,13 @@ def export(cache: Path, out: Path, follow_links: bool, tool: str) -> Result:
 
 
 COMMANDS: list[Command] = [verify, inspect, stats, convert, redraft, seal, join, import_, export, respond]
-FACE = Group(
-    "eagle3", COMMANDS, help="Check an EAGLE-3 cache, look into it, convert it; read and write other tools' files."
-)
+FACE = Group("eagle3", COMMANDS, help="Check, print and convert EAGLE-3 caches; read and write other tools' files.")
 ROOT_COMMANDS = [
-    Group("eagle3", [PRECOMPUTE, *COMMANDS], help="Caches of a target's outputs, for training EAGLE-3 drafts.")
+    Group(
+        "eagle3",
+        [PRECOMPUTE, *COMMANDS],
+        help="Store a large model's outputs to train EAGLE-3 drafts; check and convert such caches.",
+    )
 ]
 """What niels-gpt has of this package."""
 

@@ -18,7 +18,7 @@ from niels_gpt.storage.meta_json import (
     wrong_value,
 )
 
-MARK_NAME = "niels_gpt-push.json"
+NOTE_NAME = "niels_gpt-push.json"
 """The note of a push, in the bucket while the push runs: names the cache and its files."""
 _PUBLISHER = "Take another copy, or have it pushed again with --replace"
 
@@ -88,8 +88,8 @@ def described(raw: bytes, where: str) -> Described:
         raise CacheError(where, "built is false, so there is nothing to transfer", code="E207")
     checked_meta(meta, where)
     records = {str(record["name"]): record for record in file_records(meta, where)}
-    if MARK_NAME in records:
-        raise wrong_value(where, "a file's name", MARK_NAME, "another one")
+    if NOTE_NAME in records:
+        raise wrong_value(where, "a file's name", NOTE_NAME, "another one")
     content = checked_sha256(meta.get("content_sha256"), "content_sha256", where)
     if (actual := kind.content_sha256([*records.values()])) != content:
         found = f"content_sha256 is {content[:12]}, but the files it names give {actual[:12]}"

@@ -30,7 +30,7 @@ from niels_gpt.engine.meta import Source
 from niels_gpt.exchange.assembling import About, assemble
 from niels_gpt.exchange.foreign import ForeignFile, read_pieces
 from niels_gpt.exchange.output import Modes, continues_at, ends_in
-from niels_gpt.exchange.transfer.described import MARK_NAME, Described, described
+from niels_gpt.exchange.transfer.described import NOTE_NAME, Described, described
 from niels_gpt.exchange.transfer.jobs import Stopped, Tally, at_once
 from niels_gpt.exchange.transfer.remote import RANGE_BYTES, Bucket, path_of, scheme_of
 from niels_gpt.kinds.kind import kinds
@@ -159,7 +159,7 @@ def _read_meta(bucket: Bucket) -> bytes:
     raw = bucket.read(META_NAME, MAX_JSON_BYTES)
     if raw is None:
         found, remedy = f"no cache is there: it has no {META_NAME}", ""
-        if bucket.size(MARK_NAME) is not None:
+        if bucket.size(NOTE_NAME) is not None:
             found = "a cache is being pushed there, or a push was killed"
             remedy = "Wait for it, or push the cache again: that resumes"
         raise CacheError(bucket.shown, found, remedy=remedy, code="E612")
@@ -186,7 +186,7 @@ def _arrived(
         _keep(notes, {"pull": remote.content_sha256})
         fileio.make_dir(work)
         _Arrival(bucket, remote, work, tally).fetch(remote.records.values(), jobs)
-        write_bytes(work / META_NAME, remote.raw)
+        write_bytes(work / META_NAME, remote.raw)  # last: a folder with a meta.json is complete
         if damages := find_damage(work, deep=False):
             fileio.remove(notes / JOURNAL_NAME)  # so that the folder is removed: the next run would find the same
             first = damages[0]
@@ -247,6 +247,7 @@ class _Arrival:
         """Fetch one file, from where an earlier run stopped. A file that arrives damaged is fetched once more."""
         where, size, kept = self.bucket.at(str(record["name"])), int(record["bytes"]), self._arrived(record)
         came, expected = "", f"{record['sha256'][:12]} by its {META_NAME}"
+        # The kept beginning may be of damaged bytes, so a resumed file has two attempts from the start.
         for keep in (kept, 0, 0) if kept else (0, 0):
             if came:
                 logger.info("%s: arrived with the sha256 %s, expected %s; again", where, came[:12], expected)
@@ -299,7 +300,7 @@ class _Arrival:
 
 def _keep(notes: Path, identity: dict[str, Any]) -> None:
     """Let the next run resume this build of `storage.versions.resumable`. notes: folder of its journal."""
-    journal = Journal(notes, identity)
+    journal = Journal(notes, identity)  # `resumable` removes a build without one
     if journal.last is None:
         journal.append(Checkpoint())
     journal.close()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from niels_gpt.exchange.transfer.described import MARK_NAME, Described, Pushed, described
+from niels_gpt.exchange.transfer.described import NOTE_NAME, Described, Pushed, described
 from niels_gpt.exchange.transfer.jobs import Tally, at_once
 from niels_gpt.exchange.transfer.remote import (
     HUB_FOLDER,
@@ -45,9 +45,9 @@ from niels_gpt.storage.versions import public_path
 from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
-MARK_VERSION = 1
+NOTE_VERSION = 1
 CARD_NAME = "README.md"
-_OF_THE_HUB = frozenset({CARD_NAME, ".gitattributes", MARK_NAME, META_NAME})
+_OF_THE_HUB = frozenset({CARD_NAME, ".gitattributes", NOTE_NAME, META_NAME})
 _REPLACE = "Push to another URL, or replace what is there: --replace"
 _T = TypeVar("_T")
 
@@ -60,7 +60,7 @@ class _Found:
     """content_sha256 of the cache there; None without a meta.json."""
     raw: bytes = b""
     """Bytes of its meta.json."""
-    mark: dict[str, Any] | None = None
+    note: dict[str, Any] | None = None
     """Note of a push."""
     names: frozenset[str] = frozenset()
     """Files that meta.json or the note names."""
@@ -119,7 +119,9 @@ class _Push:
         """Take the URL, send the files, then meta.json, and remove the note."""
         found = self._take(self._found(), replace)
         is_there = found.content == self.local.content_sha256
-        resumes = is_there or (found.mark or {}).get("content_sha256") == self.local.content_sha256
+        # A file of the right size is skipped only where this cache's own note or meta.json stands: another cache may
+        # have a file of the same name and size.
+        resumes = is_there or (found.note or {}).get("content_sha256") == self.local.content_sha256
         sizes = dict(found.sizes) if resumes else {}
         at_once(lambda record: self._send(record, sizes, is_there), self._records(), self.jobs, self.tally)
         if check:
@@ -130,9 +132,9 @@ class _Push:
         else:
             self._finish(is_there)
             sent += len(self.local.raw)
-        if not is_there or found.mark is not None:
-            self.bucket.remove(MARK_NAME)
-        self.bucket.clear((*self.local.records, META_NAME, MARK_NAME))
+        if not is_there or found.note is not None:
+            self.bucket.remove(NOTE_NAME)  # only now: without a note another push would have taken the URL
+        self.bucket.clear((*self.local.records, META_NAME, NOTE_NAME))
         return Pushed(self.bucket.shown, *self.local.whole, sent, self.skipped)
 
     def _records(self) -> list[dict[str, Any]]:
@@ -145,23 +147,23 @@ class _Push:
         meta.json.
         """
         sizes = self.bucket.sizes()
-        note, raw = (self.bucket.read(name, MAX_JSON_BYTES) for name in (MARK_NAME, META_NAME))
-        names, content, mark = {META_NAME, MARK_NAME}, None, None
+        note_raw, raw = (self.bucket.read(name, MAX_JSON_BYTES) for name in (NOTE_NAME, META_NAME))
+        names, content, note = {META_NAME, NOTE_NAME}, None, None
         try:
             if raw is not None:
                 meta = parse_object(raw)
                 names |= {str(record["name"]) for record in file_records(meta)}
                 content = str(meta["content_sha256"])
-            if note is not None:
-                mark = parse_object(note)
-                names |= _names_of(mark)
+            if note_raw is not None:
+                note = parse_object(note_raw)
+                names |= _names_of(note)
         except (ValueError, LookupError, TypeError) as error:
-            found = f"its {META_NAME} or {MARK_NAME} is not of a cache ({error})"
+            found = f"its {META_NAME} or {NOTE_NAME} is not of a cache ({error})"
             remedy = "Run it again; where that does not help, push to another URL"
             raise CacheError(self.bucket.shown, found, remedy=remedy, code="E610") from error
         if content != self.local.content_sha256:
             _refuse_foreign_files(self.bucket.shown, sizes.keys() - names)
-        return _Found(content, raw or b"", mark, frozenset(names), tuple(sizes.items()))
+        return _Found(content, raw or b"", note, frozenset(names), tuple(sizes.items()))
 
     def _take(self, found: _Found, replace: bool | Collection[str]) -> _Found:
         """Unless the cache is there, write the note of this push and remove the cache that it replaces.
@@ -171,42 +173,43 @@ class _Push:
         own = self.local.content_sha256
         if found.content == own:
             return found
-        marked = (found.mark or {}).get("content_sha256")
-        if found.content is None and marked == own and not found.mark["removing"]:  # type: ignore[index]
+        noted = (found.note or {}).get("content_sha256")
+        if found.content is None and noted == own and not found.note["removing"]:  # type: ignore[index]
             return found
-        replaces = sorted(found.names - {META_NAME, MARK_NAME}) if found.content or marked else []
-        is_replacing = marked == own and found.mark["removing"]  # type: ignore[index]
+        replaces = sorted(found.names - {META_NAME, NOTE_NAME}) if found.content or noted else []
+        is_replacing = noted == own and found.note["removing"]  # type: ignore[index]
         if found.content is not None and not _may_replace(replace, found.content) and not is_replacing:
             raise _other_cache(self.bucket.shown, found.content, own)
-        if marked not in (None, own) and not _may_replace(replace, str(marked)):
-            raise self._other_push(str(marked))
+        if noted not in (None, own) and not _may_replace(replace, str(noted)):
+            raise self._other_push(str(noted))
         if not replaces:
-            return self._begin(replace) if found.mark is None else _Found(mark=found.mark)
-        self.bucket.write(MARK_NAME, self._mark(replaces))
+            return self._begin(replace) if found.note is None else _Found(note=found.note)
+        # A push that is killed between these steps leaves a note that names the files still to be removed.
+        self.bucket.write(NOTE_NAME, self._note(replaces))
         self.bucket.remove(META_NAME)  # first: from here on no reader takes the rest for a cache
         at_once(self.bucket.remove, replaces, self.jobs, self.tally)
-        self.bucket.write(MARK_NAME, self._mark([]))
+        self.bucket.write(NOTE_NAME, self._note([]))
         return _Found()
 
     def _begin(self, replace: bool | Collection[str]) -> _Found:
         """Write the note at an empty URL, and look again, because another push may have ended since."""
-        if not self.bucket.create(MARK_NAME, self._mark([])):
+        if not self.bucket.create(NOTE_NAME, self._note([])):
             return self._take(self._found(), replace)  # another process was faster
         found = self._found()
         if found.content is None:
             return _Found()
         if found.content != self.local.content_sha256:
-            self.bucket.remove(MARK_NAME)
+            self.bucket.remove(NOTE_NAME)
             found = self._found()
         return self._take(found, replace)
 
-    def _mark(self, removing: list[str]) -> bytes:
+    def _note(self, removing: list[str]) -> bytes:
         return canonical_json(
             {
                 "content_sha256": self.local.content_sha256,
                 "files": sorted(self.local.records),
                 "kind": "push",
-                "push_version": MARK_VERSION,
+                "push_version": NOTE_VERSION,
                 "removing": removing,
             }
         )
@@ -234,7 +237,7 @@ class _Push:
 
     def _refuse_if_taken(self) -> None:
         """Raise CacheError E610 if the note at the URL is of another cache, unless this cache is there."""
-        own, note = self.local.content_sha256, self._parsed(MARK_NAME)
+        own, note = self.local.content_sha256, self._parsed(NOTE_NAME)
         content = note.get("content_sha256")
         if content == own:
             return
@@ -254,7 +257,7 @@ class _Push:
         """Compare all sizes once more, and write meta.json."""
         if not is_there:
             self._refuse_if_taken()
-        sizes = self.bucket.sizes()
+        sizes = self.bucket.sizes()  # again: a push of another cache may have removed files since
         for record in self._records():
             name, size = str(record["name"]), int(record["bytes"])
             if sizes.get(name, -1) != size and self.bucket.size(name) != size:  # empty files may not be listed
@@ -287,11 +290,11 @@ class _Push:
         return digest.hexdigest()
 
 
-def _names_of(mark: dict[str, Any]) -> set[str]:
+def _names_of(note: dict[str, Any]) -> set[str]:
     """Return the files that the note of a push names. Raises: CacheError, LookupError, TypeError for another."""
-    if mark["kind"] != "push" or mark["push_version"] != MARK_VERSION or not isinstance(mark["content_sha256"], str):
+    if note["kind"] != "push" or note["push_version"] != NOTE_VERSION or not isinstance(note["content_sha256"], str):
         raise ValueError("not the note of a push, or one of a later release")
-    return {checked_name(name, "a file's name", MARK_NAME) for name in [*mark["files"], *mark["removing"]]}
+    return {checked_name(name, "a file's name", NOTE_NAME) for name in [*note["files"], *note["removing"]]}
 
 
 def _may_replace(replace: bool | Collection[str], content: str) -> bool:

@@ -62,18 +62,16 @@ class TargetOptions:
 
     target_model: str = _option(
         _WHAT,
-        "folder or hub id of a causal language model",
+        "folder or hub id of the large model whose outputs are stored",
         MISSING,
         setting="eagle3_target",
         required=True,
         metavar="MODEL",
     )
-    revision: str | None = _option(
-        _WHAT, "hub commit, tag or branch of a target on the hub (default: main)", metavar="REV"
-    )
+    revision: str | None = _option(_WHAT, "commit, tag or branch of a target on the hub (default: main)", metavar="REV")
     input_data: str = _option(
         _WHAT,
-        "a source of chats by its name, or files of chats or rows",
+        "chats: name of a source, or files of chats or token rows",
         MISSING,
         setting="eagle3_source",
         decides=True,
@@ -81,35 +79,37 @@ class TargetOptions:
         metavar="SOURCE",
     )
     chat_template: str | None = _option(
-        _WHAT, "chat template: a file of jinja (default: tokenizer, its own)", decides=True, type=Path, metavar="FILE"
+        _WHAT,
+        "chat template, a jinja file (default: tokenizer, its own)",
+        decides=True,
+        type=Path,
+        metavar="FILE",
     )
     """The template's text."""
     document_start: str | None = _option(_WHAT, setting="eagle3_document_start", metavar="TOKEN")
     limit: int | None = _option(
         _WHAT,
-        "use the first N samples only, for a trial (default: all)",
+        "use only the first N samples, for a trial (default: all)",
         least=1,
         setting="eagle3_max_samples",
         decides=True,
     )
     batch_size: int = _option(_HOW, setting="eagle3_batch_size", decides=True)
-    threads: int | None = _option(
-        _HOW, "torch threads of each process (default: as a resumed run has it; else usable cores)", least=1
-    )
+    threads: int | None = _option(_HOW, "torch threads of a process (default: all cores, or as resumed)", least=1)
     device: str | None = _option(
         _HOW,
-        "where the target runs (default: as a resumed run has it; else cuda where there is one)",
+        "where the target runs (default: cuda if available, or as resumed)",
         setting="eagle3_device",
         choices=("cpu", "cuda"),
     )
     compute_dtype: str | None = _option(
         _HOW,
-        "of the target's weights and arithmetic (default: as a resumed run has it; else bf16 on cuda, fp32 on cpu)",
+        "dtype of the target's weights and arithmetic (default: bf16 on cuda, fp32 on cpu, or as resumed)",
         choices=("bf16", "fp32"),
     )
     attention: str = _option(
         _HOW,
-        "how the target computes attention; eager is slower, for a target that cannot run sdpa",
+        "attention of the target; eager is slower, for a target that cannot run sdpa",
         "sdpa",
         decides=True,
         choices=("sdpa", "eager"),
@@ -148,7 +148,7 @@ class Options(TargetOptions):
 
     seq_length: int = _option(
         _FORM,
-        "slots of a sample, in tokens; a longer one is truncated",
+        "most tokens of a sample; a longer one is truncated",
         2048,
         least=2,
         setting="eagle3_seq_length",
@@ -156,40 +156,38 @@ class Options(TargetOptions):
     )
     draft_vocab_size: int | None = _option(
         _FORM,
-        "tokens that the draft knows (default: all of the target's)",
+        "tokens that the draft can propose (default: all of the target's)",
         least=1,
         setting="eagle3_draft_vocab_size",
         decides=True,
     )
     draft_vocab_from: str | None = _option(
-        _FORM, "take them from a token mapping or a cache (default: most frequent)", metavar="PATH"
+        _FORM, "take these tokens from a file or a cache (default: the most frequent)", metavar="PATH"
     )
     format: str | None = _option(_FORM, setting="eagle3_format", choices=("1", "2", "native"))
     target_probs_topk: int = _option(_FORM, setting="eagle3_topk", forms=_DENSE, decides=True)
     shard_size: int = _option(_FORM, setting="eagle3_shard_size", forms=_DENSE, decides=True)
     shard_bytes: int | None = _option(
-        _FORM, "bytes of a native shard, at most (default: 1073741824)", least=1, forms=_NATIVE
+        _FORM, "most bytes of a native shard (default: 1073741824)", least=1, forms=_NATIVE
     )
     dtype: str = _option(_FORM, setting="eagle3_dtype", decides=True, choices=("bf16", "fp16", "fp32"))
     aux_dtype: str | None = _option(_FORM, setting="eagle3_aux_dtype", choices=("bf16", "fp8"), forms=_NATIVE)
     aux_layers: str = _option(_FORM, setting="eagle3_aux_layers", metavar="LAYERS")
 
     max_batch_tokens: int = _option(
-        _HOW, "tokens of a forward pass, padding included, at most", 16_384, least=1, decides=True
+        _HOW, "most tokens in one forward pass, padding included", 16_384, least=1, decides=True
     )
     workers: int = _option(_HOW, "processes, each with the target; never changes the bytes", 1, least=1)
-    show: int = _option(
-        _HOW, "print the first N samples, supervised tokens marked, before the target is loaded", 0, least=0
-    )
+    show: int = _option(_HOW, "print N samples, learned tokens marked, before loading the target", 0, least=0)
     partitions: int | None = _option(
         _HOW,
-        "parts that the shards are made in, each on any machine, in the same DIR; `niels-gpt seal DIR` finishes it. "
-        "They decide no byte (default: not partitioned)",
+        "split the shards into N partitions, for several machines with the same DIR; `niels-gpt seal DIR` finishes "
+        "it. Never changes the bytes (default: not split)",
         least=1,
     )
     partition: int | None = _option(
         _HOW,
-        "make partition I alone, from 0, of --partitions: every Nth shard. Continues what is there (default: all)",
+        "build only partition I of --partitions, from 0: every Nth shard. Continues what is there (default: all)",
         least=0,
         metavar="I",
     )
@@ -197,12 +195,12 @@ class Options(TargetOptions):
     """For one release, the earlier way: "i/N", i from 1, is partition i - 1 of N."""
     lock: str = _option(
         _HOW,
-        "how machines that make partitions lock DIR: flock, lease (where flock does not reach other machines), or "
-        "auto, as the folder says, flock at first",
+        "how machines lock DIR for partitions: flock, lease (if flock does not reach other machines), or auto, as the "
+        "first machine did, flock if it said nothing",
         "auto",
         choices=("auto", "flock", "lease"),
     )
-    resume: bool = _option(_HOW, "continue the cache in DIR if its plan is the same (default: refuse)", False)
+    resume: bool = _option(_HOW, "continue the cache in DIR if its settings are equal (default: refuse)", False)
 
     def __post_init__(self, part: str | None) -> None:
         """Check all options. Raises: ValueError naming the flag."""
@@ -304,27 +302,27 @@ class RespondOptions(TargetOptions):
     """Which replies a target generates, and how. An option of None follows the rule in its help text."""
 
     output: Path = _option(  # noqa: RUF009  it returns a field
-        _WHAT, "file of the replies, as JSON lines", MISSING, required=True, type=Path, metavar="FILE"
+        _WHAT, "file for the replies, as JSON lines", MISSING, required=True, type=Path, metavar="FILE"
     )
     form: str = _option(
         _HOW,
-        "a row for each chat with its messages, or for each reply with ids and loss mask, exactly as the target chose "
-        "them; with messages a chat ends where the template would write its earlier replies otherwise",
+        "messages: a row for each chat; ids: a row for each reply, with the token ids that the target chose and a loss "
+        "mask. With messages a chat ends early if the template would rewrite its earlier replies",
         "messages",
         choices=("messages", "ids"),
     )
     turns: str = _option(
         _HOW,
-        "the assistant's turns to replace: all of them in turn, or the last one alone, where precompute puts loss on "
-        "the others too, unless the form is ids",
+        "turns of the assistant to replace: all, one after another, or only the last. The kept ones are learned from "
+        "too, unless the form is ids",
         "all",
         choices=("all", "last"),
     )
-    max_new_tokens: int = _option(_HOW, "tokens of a reply, at most", 1024, least=1)
-    temperature: float = _option(_HOW, "of sampling; 0: the most probable token", 0.0, type=float, metavar="X")
-    top_p: float = _option(_HOW, "sample from the tokens that reach this probability", 1.0, type=float, metavar="X")
-    seed: int = _option(_HOW, "of sampling", 0, type=int, metavar="N")
-    batch_size: int = _option(_HOW, "chats that the target replies to at a time", 8, least=1)
+    max_new_tokens: int = _option(_HOW, "most tokens of a reply", 1024, least=1)
+    temperature: float = _option(_HOW, "temperature of sampling; 0: no sampling", 0.0, type=float, metavar="X")
+    top_p: float = _option(_HOW, "sample from the top tokens with this total probability", 1.0, type=float, metavar="X")
+    seed: int = _option(_HOW, "seed of sampling", 0, type=int, metavar="N")
+    batch_size: int = _option(_HOW, "chats that the target replies to at once", 8, least=1)
 
     @property
     def sampling(self) -> Sampling:

@@ -121,7 +121,7 @@ def _opened(source: Path, settings: Settings, of_manifest: str | None) -> FullTo
     elif of_manifest is None or (find_meta(shared) or {}).get("tokenizer_sha256") != of_manifest:
         found = "does not say which tokenizer made its ids"
         if of_manifest is not None:
-            found = f"ids of tokenizer {of_manifest[:12]}, which is not that of {shared}"
+            found = f"ids of tokenizer {of_manifest[:12]}, and {shared} has another one"
         remedy = "Name the tokenizer: --tokenizer with its folder, its file or its id of the hub"
         raise CacheError(source, found, remedy=remedy, code="E223")
     else:
@@ -153,7 +153,7 @@ def _place(cache_dir: Path, key: str, tokenizer: FullTokenizer, settings: Settin
             of_builds = (each.meta for each in outcomes if not each.key.startswith(f"{IMPORTED}/"))
             others |= {meta.get("tokenizer_sha256") for meta in of_builds}
     if other := next((each for each in others if each not in (None, tokenizer.sha256)), None):
-        found, expected = f"ids of tokenizer {tokenizer.sha256[:12]}", f"tokenizer {other[:12]}, that of the others"
+        found, expected = f"ids of tokenizer {tokenizer.sha256[:12]}", f"tokenizer {other[:12]}, as in the other caches"
         remedy = f"Import it as {IMPORTED}/{key.partition('/')[2]}, or into another --cache-dir"
         raise CacheError(cache_dir / key, found, expected, remedy, code="E223")
     return lambda: None if shared is not None else ensure_tokenizer(settings)

@@ -26,20 +26,20 @@ _ONE_MACHINE = {
     "gfs2": ("localflocks",),
     "ocfs2": ("localflocks",),
 }
-"""Mount options with which flock is known on the machine alone where it was taken."""
+"""Mount options with which only the machine that took a flock knows it."""
 _NEEDED = {"lustre": "flock"}
-"""Without this option the file system offers no flock that other machines see."""
+"""Mount option without which other machines do not see a flock."""
 
 
 class Mount(NamedTuple):
-    """The file system of a folder, and what is known of its locks."""
+    """The file system of a folder, and the reach of its locks."""
 
     kind: str
-    """As the kernel names it: ext4, nfs4, fuse.sshfs; "" where the system does not say."""
+    """The kernel's name for it: ext4, nfs4, fuse.sshfs; "" if the system does not say."""
     is_local: bool
-    """One machine alone has it."""
+    """Whether only one machine has it."""
     hidden: str
-    """Why flock may not reach other machines, naming the option; "" where it does, and on a local file system."""
+    """Why flock may not reach other machines, with the mount option; "" if it does, or if the file system is local."""
 
 
 def mount_of(folder: Path) -> Mount:
@@ -53,7 +53,7 @@ def mount_of(folder: Path) -> Mount:
 
 
 def mount_in(lines: list[str], path: str) -> Mount:
-    """Return the mount of an absolute path without links in the lines of a mountinfo."""
+    """Return the mount of a path from the lines of a mountinfo. path: absolute, without links."""
     longest, found = -1, Mount("", False, "")
     for line in lines:
         left, _, right = line.partition(" - ")
