@@ -51,8 +51,9 @@ def build_pretrain_cache(
         plain text ("text").
     num_threads: threads that encode; 0: the caller's thread. executor: any concurrent.futures.Executor that encodes
         instead. Neither changes the output.
-    Raises: ValueError for bad arguments, or an empty train split; CacheError while another process builds here, if
-        `out_dir` is no cache, or if documents changed since a killed run; RuntimeError if the engine fails.
+    Raises: ValueError for bad arguments; NoTextError E303 for an empty train split; CacheError E503 while another
+        process builds here, E504 if `out_dir` is no cache, E505 for a damaged unfinished build, E306 if documents
+        changed since a killed run; WorkerDied E506, ForkedBuild E508.
     """
     build_pretrain(
         ((None, text) for text in texts),
@@ -93,8 +94,9 @@ def build_sft_cache(
     idx has one int64 offset per example, in tokens; the last length follows from the file size (D3). Equal examples in
     equal order, seed and tokenizer give equal bytes. A killed build resumes when it is called again with the same
     examples and arguments.
-    Raises: ValueError for bad arguments, or if no example is left; CacheError while another process builds here, if
-        `out_dir` is no cache, or if examples changed since a killed run; RuntimeError if the engine fails.
+    Raises: ValueError for bad arguments; NoTextError E303 if no example is left; CacheError E503 while another process
+        builds here, E504 if `out_dir` is no cache, E505 for a damaged unfinished build, E306 if examples changed since
+        a killed run; WorkerDied E506, ForkedBuild E508.
     """
     build_sft(
         examples,
