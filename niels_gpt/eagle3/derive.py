@@ -74,9 +74,9 @@ class Redrafted(NamedTuple):
     selected_token_ids: list[int]
     counts: Counts
     linked_bytes: int
-    """Of files shared with the old cache."""
+    """Bytes of files shared with the old cache by hard links."""
     copied_bytes: int
-    """Of files that were copied."""
+    """Bytes of copied files."""
 
 
 def redraft(
