@@ -13,11 +13,10 @@ TOGETHER = {
         ("encoding", "tokenizer", "tokenizer_training", "tokenizers", "chat_template", "special_tokens"), TEXT
     ),
     **dict.fromkeys(("documents", "signals"), "data"),
-    "pictures": "display",
     "train_tokenizer": "commands",
 }
 """Modules beside the packages that are drawn as one box."""
-OTHERS = {0: "progress, ...", 1: "display", 2: "engine", 5: "commands"}
+OTHERS = {0: "work, paths", 2: "engine", 3: "kinds", 5: "commands"}
 """The box of every other module beside the packages, by its level."""
 LEVELS = (
     ("commands and Dagster", ("commands", "pipelines"), VIOLET),
@@ -25,7 +24,7 @@ LEVELS = (
     ("finished caches", ("kinds", "exchange", "sampling", "eagle3", "prefix_tree"), GREEN),
     ("build and read", ("engine", "cache"), BLUE),
     ("text, chats, models", ("data", "hub", "chat", TEXT, "display"), MUTED),
-    ("files, settings", ("storage", "settings", "progress, ..."), MUTED),
+    ("files, settings", ("storage", "settings", "work, paths"), MUTED),
 )
 
 
