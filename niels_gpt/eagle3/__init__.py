@@ -27,7 +27,7 @@ derive.py        makes another cache of a native one, without the target: anothe
 exchange/        imports the folders of other tools as native caches, and exports native caches
 
 Two forms: dense (versions 1 and 2, NeMo Automodel's offline cache: padded rows with distributions) and native (this
-project's: ragged rows with hidden states, a tenth of the bytes). A part is a partition of a build; a chunk is a piece
+project's: ragged rows with hidden states, a third of the bytes). A part is a partition of a build; a chunk is a piece
 of a tensor.
 
 cache.py and format/ need torch and safetensors; the rest also needs transformers (the extra eagle3). niels_gpt/chat

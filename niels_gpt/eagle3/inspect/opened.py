@@ -389,13 +389,14 @@ class Eagle3Cache(Cache, ABC):
         """Return the error with this cache's remedy, unless it has its own."""
         if error.own_remedy:
             return error
-        return CacheError(error.path, error.found, error.expected, self.remedy(), code=error.code)
+        remedy = self.remedy(is_file=error.code != "E205")
+        return CacheError(error.path, error.found, error.expected, remedy, code=error.code)
 
-    def remedy(self, name: str = "") -> str:
+    def remedy(self, name: str = "", *, is_file: bool = True) -> str:
         """Return what to do about a wrong file. name: of the file, if the remedy depends on it."""
         if not self.is_planned:
             return "Write it again as it was written, or produce the cache again"
-        return f"Remove the file. {self._resume(name)}"
+        return f"{'Remove the file' if is_file else 'Move it away'}. {self._resume(name)}"
 
     def missing(self, path: str | Path, expected: str) -> CacheError:
         """Return the error for a missing file, with the command that writes it."""
