@@ -1,4 +1,4 @@
-"""Chats as ids (PR-01): every message is its role's sentinel, the content, and the end-of-turn sentinel.
+"""The project's chat format (PR-01): each message is its role's sentinel, the content, and the end-of-turn sentinel.
 
 <usr> hello <eot> <asst> hi <eot>
 """
@@ -21,11 +21,11 @@ class Message(TypedDict):
 ROLE_TO_NAME: Final[Mapping[str, str]] = {"system": "sys", "user": "usr", "assistant": "asst"}
 """The sentinel that begins a role's message, as a key of `special_token_ids`."""
 UNKNOWN_ROLE: Final = "unknown_role"
-_MAX_NAMES = 20  # counted under one prefix: a role or a field's name is any string of an untrusted file
+_MAX_NAMES = 20  # of one prefix: a role or a field's name is any string of an untrusted file
 _NAME = re.compile(r"[\w.:/-]{1,40}")  # without spaces, which texts have
 
 
-class ChatTokenizer(Protocol):
+class SentinelTokenizer(Protocol):
     """The methods of a tokenizer that this module uses."""
 
     def encode(self, text: str, /) -> list[int]:
@@ -35,7 +35,7 @@ class ChatTokenizer(Protocol):
         """Return the ids of the sentinels by sys, usr, asst and eot."""
 
 
-def format_chat(tokenizer: ChatTokenizer, messages: Iterable[Message]) -> list[int]:
+def format_chat(tokenizer: SentinelTokenizer, messages: Iterable[Message]) -> list[int]:
     """Return the ids of a chat; without messages [].
 
     Sentinel text in a content becomes a sentinel id, so check untrusted chats first.
@@ -51,13 +51,16 @@ def format_chat(tokenizer: ChatTokenizer, messages: Iterable[Message]) -> list[i
     return ids
 
 
-def format_prompt(tokenizer: ChatTokenizer, messages: Iterable[Message]) -> list[int]:
-    """Return the ids of a chat and the assistant's sentinel, after which a model replies. Raises as `format_chat`."""
+def format_prompt(tokenizer: SentinelTokenizer, messages: Iterable[Message]) -> list[int]:
+    """Return the ids of a chat and the assistant's sentinel, after which a model replies.
+
+    Raises: ValueError for a role other than system, user and assistant.
+    """
     return [*format_chat(tokenizer, messages), tokenizer.special_token_ids()["asst"]]
 
 
-def extract_assistant_reply(tokenizer: ChatTokenizer, ids: Sequence[int]) -> list[int]:
-    """Return the ids after the last assistant sentinel, up to the next end of turn or the end; [] if there is none."""
+def extract_assistant_reply(tokenizer: SentinelTokenizer, ids: Sequence[int]) -> list[int]:
+    """Return the ids after the last assistant sentinel, up to the next end of turn or the end; [] without one."""
     special = tokenizer.special_token_ids()
     values = [int(token) for token in ids]  # elements of tensors and arrays compare by value only as ints
     if special["asst"] not in values:
@@ -73,10 +76,9 @@ def is_weight(value: Any) -> bool:
 
 
 def count_names(counters: Counter[str], prefix: str, names: Collection[str]) -> list[str]:
-    """Count names, each once, under a prefix, as `unknown_role:tool`; returns the keys that were counted.
+    """Count each name once under a prefix, as `unknown_role:tool`; return the counted keys.
 
-    What is no name, as a text in its place, and names after the first 20 of the prefix, count once as
-    `unknown_role:others`.
+    Texts that are no names, and names after the first 20 of the prefix, count together once as `unknown_role:others`.
     """
     if not names:
         return []
@@ -91,8 +93,8 @@ def count_names(counters: Counter[str], prefix: str, names: Collection[str]) -> 
 
 
 def few_names(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return counts of several builds, added up, with no more names of a prefix than `count_names` takes: those that
-    are counted most often. The others are one number, as there."""
+    """Return the summed counts of several builds with at most 20 names of each prefix: the most frequent ones. The
+    counts of the other names are summed as `prefix:others`."""
     found: dict[str, int] = {}
     names = Counter[str]()
     for key, number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
@@ -104,10 +106,10 @@ def few_names(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def roles_counted(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the counts of roles, by `count_names`, among others."""
+    """Return the entries `unknown_role:...` of the counts."""
     return {key: number for key, number in counts.items() if key.startswith(f"{UNKNOWN_ROLE}:")}
 
 
 def roles_of(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the roles among the counts: role -> chats."""
+    """Return the number of chats by unknown role."""
     return {key.partition(":")[2]: number for key, number in roles_counted(counts).items()}

@@ -1,6 +1,6 @@
-"""Texts -> ids in a cache's dtype, a batch at a time, with the guards that a cache needs (D6, D16, D18).
+"""Encode texts as ids in a cache's dtype, a batch at a time, with the checks that a cache needs (D6, D16, D18).
 
-Decides what the ids of a text are, which texts are dropped for a special token, and what counts as repaired or odd.
+Decides the ids of a text, which texts are dropped for a special token, and which are counted as repaired or odd.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPECIAL_TEXT = "special_in_text"
 AS_TEXT = "special_as_text"
 SURROGATES = "texts_with_lone_surrogates_replaced"
 U2581 = "texts_with_u2581"
-"""U+2581, the mark for a space of SentencePiece and its like: the one character that a round trip changes (D7)."""
+"""U+2581, the mark for a space in SentencePiece and its like: the one character that a round trip changes (D7)."""
 
 _DROP = "Drop such texts: --on-special drop"
 _OTHERS = "drop such texts: --on-special drop, or encode them as text: --on-special text"
@@ -39,15 +39,15 @@ _SHOWN = 80  # characters of a text in a message
 
 
 def split_keys(texts: Iterable[bytes], seed: int) -> NDArray[np.uint64]:
-    """Return the number that decides each text's split: the first 8 bytes, big-endian, of sha256(seed, newline, text).
+    """Return the number that decides each text's split, uint64 [texts].
 
-    texts: utf-8 with the "surrogatepass" error handler. Returns uint64 [texts].
+    It is the first 8 bytes, big-endian, of sha256(seed, newline, text). texts: UTF-8 with "surrogatepass".
     """
     return _hashes(texts, seed)[0]
 
 
 def _hashes(texts: Iterable[bytes], seed: int | None) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Return the split keys of texts, none without a seed, and their digests: uint64 [texts]. Each is hashed once."""
+    """Return split keys, uint64 [texts] or [0] without a seed, and digests, uint64 [texts], with one hash a text."""
     if seed is None:
         plain = b"".join([sha256(text).digest() for text in texts])
         return np.empty(0, dtype=np.uint64), np.frombuffer(plain, dtype=DIGEST_DTYPE).reshape(-1, 4)[:, 0].copy()
@@ -64,7 +64,7 @@ class TextError(CodedError, ValueError, code="E102"):
     """A text of a source cannot be encoded."""
 
     def __init__(self, number: int, problem: str, document: str = "", *, code: str = "") -> None:
-        """number: of the text in the stream. document: what else is known of it."""
+        """number: of the text in the stream. document: its id and the start of its text."""
         super().__init__(number, problem, document, code=code)
         self.number, self.problem, self.document = number, problem, document
 
@@ -72,28 +72,28 @@ class TextError(CodedError, ValueError, code="E102"):
         return f"document {self.number} of the source{f' ({self.document})' if self.document else ''}: {self.problem}"
 
     def named(self, number: int, document: str) -> TextError:
-        """Return the error with the document's number, and more about it: its id and the beginning of its text."""
+        """Return the error with the document's number, id and the start of its text."""
         return TextError(number, self.problem, document, code=self.code)
 
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """The ids of a batch of texts, and the findings that decide whether each may enter a cache."""
+    """The ids of a batch of texts, and the findings that decide whether each text may enter a cache."""
 
     ids: NDArray[Any]
-    """[tokens] in the cache's dtype, of all texts in order; a text with a problem has none."""
+    """[tokens] in the cache's dtype, text after text; a text with a problem has none."""
     lengths: NDArray[np.int64]
-    """int64 [texts]: tokens of each text, the ids before and behind it included."""
+    """int64 [texts]: ids of each text, `prepend` and `append` included."""
     utf8_bytes: NDArray[np.int64]
-    """int64 [texts]: length of each text in utf-8."""
+    """int64 [texts]: bytes of each text in UTF-8."""
     digests: NDArray[np.uint64]
-    """uint64 [texts]: what tells whether two texts are equal, before any repair (`TextEncoder.hashes`)."""
+    """uint64 [texts]: equal for equal texts, before any repair (`TextEncoder.hashes`)."""
     keys: NDArray[np.uint64]
     """uint64 [texts], `split_keys`; [0] without a split seed."""
     problems: dict[int, tuple[str, str]]
-    """Text number -> (the counter under which it is dropped, a description with the beginning of the text)."""
+    """Text number -> (the counter under which it is dropped, a description with the start of the text)."""
     notes: dict[int, tuple[str, ...]]
-    """Text number -> counters of what was repaired or is odd in it."""
+    """Text number -> counters of repairs and oddities."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class TextEncoder:
     split_seed: int | None = None
     """The seed of `split_keys`; None: no keys."""
     engine: Engine | None = None
-    """What encodes; None: what `open_engine` chooses."""
+    """The engine; None for the choice of `open_engine`."""
     loses_u2581: bool = field(init=False, repr=False)
     """Whether the tokenizer turns U+2581 into a space."""
 
@@ -134,7 +134,7 @@ class TextEncoder:
 
     @property
     def added_ids(self) -> frozenset[int]:
-        """`prepend` and `append`, as far as there are."""
+        """The ids `prepend` and `append` that are set."""
         return frozenset(each for each in (self.prepend, self.append) if each is not None)
 
     @property
@@ -144,21 +144,22 @@ class TextEncoder:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the ids."""
+        """The dtype of the ids."""
         return token_dtype(self.vocab_size)
 
     def hashes(self, texts: Sequence[bytes | str]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """Return the split keys and the digests of texts, before any repair: uint64 [texts] each.
 
-        The digest is of the same sha256 as the key: bytes 8 to 16 of it; its first 8 bytes without a split seed.
+        A digest is bytes 8 to 16 of the sha256 that the key begins; without a split seed it is the first 8 bytes.
         """
         return _hashes([_utf8(text) for text in texts], self.split_seed)
 
     def encode(self, texts: Sequence[bytes | str], first: int = 0) -> EncodedTexts:
-        """Encode texts in order, in the calling thread. texts: valid utf-8, or str, where lone surrogates are replaced.
+        """Encode texts in order, in the calling thread.
 
-        first: the number of the first one in the stream.
-        Raises: TextError for a text that the tokenizer cannot encode; ValueError for an id outside the vocabulary.
+        texts: valid UTF-8, or str, in which lone surrogates are replaced. first: number of the first in the stream.
+        Raises: TextError E408 or E305 for a text that the tokenizer cannot encode; TokenizerError E409 for an id
+            outside the vocabulary.
         """
         raw = [_utf8(text) for text in texts]
         clean, notes = _repaired(raw, texts, self.loses_u2581)
@@ -199,7 +200,7 @@ class TextEncoder:
     def _with_special(self, ids: NDArray[Any], lengths: NDArray[np.int64], texts: list[bytes]) -> list[int]:
         """Return the numbers of the texts with a special id, ascending.
 
-        The unknown id is one where the text holds its literal, and else stands for a character.
+        The unknown id counts only if the text holds its literal; else it stands for an unknown character.
         """
         is_special = _is_control(self.tokenizer, self.added_ids)(ids)
         is_unknown = None if self._unk is None else ids == self._unk[0]
@@ -287,7 +288,7 @@ class TextEncoder:
     def _as_text(
         self, ids: NDArray[Any], lengths: NDArray[np.int64], texts: list[bytes], numbers: list[int], first: int
     ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Give some texts the ids that they have as plain text. Raises: TextError if a special id is among them."""
+        """Replace the ids of some texts by their plain encoding. Raises: TextError E305 if it has a special id too."""
         encode_plain: Callable[[list[str]], list[NDArray[Any]]] = self.tokenizer.encode_plain  # type: ignore[attr-defined]
         asked = [texts[number].decode() for number in numbers]
         try:
@@ -304,7 +305,7 @@ class TextEncoder:
         return _replaced(ids, lengths, dict(zip(numbers, plain, strict=True)))
 
     def _check_range(self, ids: NDArray[Any]) -> None:
-        """Raise ValueError for an id outside the vocabulary."""
+        """Raise TokenizerError E409 for an id outside the vocabulary."""
         if not len(ids):
             return
         lowest, highest = int(ids.min()) if ids.dtype.kind == "i" else 0, int(ids.max())
@@ -315,7 +316,7 @@ class TextEncoder:
             )
 
     def _with_added(self, ids: NDArray[Any], lengths: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Put `prepend` before each text that has tokens, and `append` behind it, as far as there are."""
+        """Put `prepend` before and `append` behind each text that has tokens."""
         before, behind = ([] if each is None else [each] for each in (self.prepend, self.append))
         if not (before or behind) or not len(ids):
             return ids, lengths
@@ -331,9 +332,9 @@ class TextEncoder:
 
 
 def _is_control(tokenizer: Tokenizer, more: Collection[int]) -> Callable[[NDArray[Any]], NDArray[np.bool_]]:
-    """Return a function that finds special ids among ids; comparing a range is three times as fast as a lookup.
+    """Return a function that marks the special ids in an array, bool [tokens].
 
-    more: other ids that count as special, those that begin and end documents.
+    more: other special ids, such as the token that ends a document.
     Raises: ValueError for a special id outside the vocabulary.
     """
     special = sorted(control_ids(tokenizer).union(more))
@@ -342,6 +343,7 @@ def _is_control(tokenizer: Tokenizer, more: Collection[int]) -> Callable[[NDArra
         raise ValueError(f"special id {wrong}: expected 0 <= id < vocab_size={tokenizer.vocab_size}")
     if not special:
         return lambda ids: np.zeros(len(ids), dtype=np.bool_)
+    # Comparing with a range is three times as fast as looking up a table, and special ids usually are one.
     if special[-1] == tokenizer.vocab_size - 1 and len(special) == special[-1] - special[0] + 1:
         return lambda ids: ids >= special[0]
     if len(special) == special[-1] - special[0] + 1:
@@ -352,7 +354,7 @@ def _is_control(tokenizer: Tokenizer, more: Collection[int]) -> Callable[[NDArra
 
 
 def _of_one_text(error: ValueError, encode: Callable[[int], object], numbers: Sequence[int], first: int) -> TextError:
-    """Return the error of the first text that cannot be encoded. encode: one text, by its place in `numbers`."""
+    """Return the error of the first text that cannot be encoded. encode: takes a text's place in `numbers`."""
     for at, number in enumerate(numbers):
         try:
             encode(at)
@@ -363,7 +365,7 @@ def _of_one_text(error: ValueError, encode: Callable[[int], object], numbers: Se
 
 
 def _loses(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether a text does not come back from its ids; also where it has none, as with a model without unknown id."""
+    """Whether a text does not come back from its ids; also True if it has none, as for a model without unknown id."""
     decode = getattr(tokenizer, "decode", None)
     try:
         return decode is None or bool(decode(tokenizer.encode(text)) != text)
@@ -395,7 +397,7 @@ def _utf8(text: bytes | str) -> bytes:
 def _repaired(
     raw: list[bytes], texts: Sequence[bytes | str], count_u2581: bool
 ) -> tuple[list[bytes], dict[int, tuple[str, ...]]]:
-    """Return texts without lone surrogates, and the counters of what is odd about a text, by its number."""
+    """Return texts without lone surrogates, and by text number the counters of repairs and oddities."""
     notes: dict[int, tuple[str, ...]] = {}
     clean = list(raw)
     for number in [number for number, text in enumerate(raw) if not text.isascii()]:

@@ -1,4 +1,4 @@
-"""The four sentinels of the chat format, and how text that contains one is recognized (PR-01, PR-03; D6)."""
+"""The four sentinels of the chat format, and the search for one in a text (PR-01, PR-03; D6)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPECIAL_TOKEN_NAMES: Final[tuple[str, str, str, str]] = ("sys", "usr", "asst", "
 """The keys of `special_token_ids`, in the order of SPECIAL_TOKENS."""
 
 RESERVED_LITERALS: Final[tuple[str, ...]] = (*SPECIAL_TOKENS, *(f"<|{name}|>" for name in SPECIAL_TOKEN_NAMES))
-"""Literals that no source text may contain: the sentinels, and the short forms of older models of this format."""
+"""Literals that no source text may contain: the sentinels, and their short forms in older models of this format."""
 
 _RESERVED = re.compile("|".join(map(re.escape, RESERVED_LITERALS)))
 

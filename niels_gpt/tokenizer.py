@@ -1,4 +1,4 @@
-"""SentencePiece tokenizers: text to ids and back, and which models are accepted; opens tokenizers of any kind.
+"""SentencePiece tokenizers: text to ids and back, and which models are accepted. Open a tokenizer of any kind.
 
 tokenizer = load_tokenizer("artifacts/tokenizer")    # spm.model or tokenizer.json
 ids = tokenizer.encode("a text")        # no BOS, no EOS
@@ -20,6 +20,7 @@ from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
 from niels_gpt.storage.errors import CacheError, TokenizerNotFound
 from niels_gpt.storage.fileio import NotRegularError
+from niels_gpt.tokenizers.adapters import changed, checked_ids, refuse_surrogates, reopened
 from niels_gpt.tokenizers.files import (
     FILE_OF,
     MAX_MODEL_BYTES,
@@ -29,7 +30,6 @@ from niels_gpt.tokenizers.files import (
     read_file,
     tokenizer_file,
 )
-from niels_gpt.tokenizers.protocol import checked_ids, refuse_surrogates
 from niels_gpt.tokenizers.sentencepiece_proto import CONTROL, with_types
 
 if TYPE_CHECKING:
@@ -71,14 +71,14 @@ class TokenizerPaths:
 
     @classmethod
     def in_folder(cls, folder: str | os.PathLike[str], kind: str = "sentencepiece") -> TokenizerPaths:
-        """Return the paths of a tokenizer in a folder, of a kind of tokenizers/protocol.py; they need not exist."""
+        """Return the paths in a folder, which need not exist. kind: sentencepiece or huggingface."""
         return cls(Path(folder) / FILE_OF[kind], Path(folder) / TOKENIZER_META_NAME)
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model with the ids of the four sentinels, which are checked when it is opened.
+    """A SentencePiece model. Opening it checks the ids of the four sentinels.
 
-    Can be pickled, for worker processes: the copy opens the same file, and refuses it if it has changed.
+    A pickled copy, as in a worker process, opens the same file; CacheError E402 if the file has changed.
     """
 
     kind: str = "sentencepiece"
@@ -95,11 +95,11 @@ class SentencePieceTokenizer:
         """Open a model.
 
         special_tokens: four literals in the order sys, usr, asst, eot; default SPECIAL_TOKENS.
-        expected_special_token_ids: of a cache, keys sys, usr, asst, eot.
-        follow_links: False for a model inside a cache, where symlinks are refused.
-        sentinels: "optional" opens a model without them too; special_token_ids() is {} then.
-        Raises: FileNotFoundError; CacheError if the file is not a SentencePiece model, if a sentinel is missing, is not
-            a single id or does not decode to itself, or if the ids differ from the expected ones.
+        expected_special_token_ids: the ids in a cache's meta.json, by sys, usr, asst, eot.
+        follow_links: False refuses links, as inside a cache.
+        sentinels: "optional" also opens a model without sentinels; its special_token_ids() is {}.
+        Raises: TokenizerNotFound E401; CacheError E403 if the file is not a SentencePiece model; CacheError E404 if a
+            sentinel is missing, is not one id, does not decode to itself, or has another id than expected.
         """
         self.model_path: str = os.path.abspath(model_path)
         self.special_tokens: tuple[str, ...] = tuple(SPECIAL_TOKENS if special_tokens is None else special_tokens)
@@ -133,7 +133,7 @@ class SentencePieceTokenizer:
         return int(self._processor.vocab_size())
 
     def special_token_ids(self) -> dict[str, int]:
-        """Return the ids of the sentinels under sys, usr, asst and eot."""
+        """Return the ids of the sentinels by sys, usr, asst and eot; {} without them."""
         return dict(self._special_ids)
 
     @property
@@ -150,15 +150,14 @@ class SentencePieceTokenizer:
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """The ids of control pieces, which no text gives, and of the sentinels. User-defined pieces are text."""
+        """The ids of control pieces, which no text gives, and of the sentinels. User-defined pieces count as text."""
         return self._control_ids
 
     def encode(self, text: str, /) -> list[int]:
         """Return the ids of a text, without BOS or EOS.
 
-        A sentinel's literal in the text becomes the sentinel's id; callers check untrusted text with
-        `special_tokens.find_reserved_literal`.
-        Raises: ValueError for a lone surrogate, which utf-8 cannot encode.
+        A sentinel's literal becomes the sentinel's id, so check untrusted text with `find_reserved_literal` first.
+        Raises: SourceError E304 for a lone surrogate, which UTF-8 cannot encode.
         """
         try:
             ids: list[int] = self._processor.encode(text)
@@ -168,21 +167,21 @@ class SentencePieceTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str], /, *, num_threads: int = 1) -> list[NDArray[np.int32]]:
-        """Return the ids of each text as int32 [tokens]; threads change the speed only. Raises as `encode`."""
+        """Return the ids of each text as int32 [tokens]. Raises: SourceError E304 for a lone surrogate."""
         return _batch_ids(self._processor, list(texts), num_threads)
 
     def encode_plain(self, texts: Sequence[str], /) -> list[NDArray[np.int32]]:
-        """Return the ids of each text as int32 [tokens], a sentinel's literal as text. Raises as `encode`."""
+        """Return the ids of each text as int32 [tokens], sentinels' literals as text. Raises: SourceError E304."""
         if self._plain is None:
             model = _read_model(self.model_path, follow_links=self._follow_links)
             if hashlib.sha256(model).hexdigest() != self._sha256:
-                raise _changed(self.model_path, "it has another sha256", "the model that was opened")
+                raise changed(self.model_path)
             plain = with_types(model, dict.fromkeys(self._special_ids.values(), CONTROL))
             self._plain = _open_model(plain, where=self.model_path)
         return _batch_ids(self._plain, list(texts), 1)
 
     def encode_torch(self, text: str, /, *, device: torch.device | str | None = None) -> torch.Tensor:
-        """Return the ids of a text as int64 [tokens]. Raises as `encode`."""
+        """Return the ids of a text as int64 [tokens]. Raises: SourceError E304 for a lone surrogate."""
         import torch
 
         return torch.tensor(self.encode(text), dtype=torch.int64, device=device)
@@ -190,7 +189,7 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int] | NDArray[Any] | torch.Tensor, /) -> str:
         """Return the text of a 1-D sequence of ids; the unknown id becomes " \u2047 ", as in SentencePiece.
 
-        Raises: ValueError for an id outside the vocabulary, or for more than one dimension.
+        Raises: TokenizerError E409 for an id outside the vocabulary; ValueError for more than one dimension.
         """
         return str(self._processor.decode(checked_ids(ids, self.vocab_size, self.model_path)))
 
@@ -200,13 +199,20 @@ class SentencePieceTokenizer:
         return None if self._processor.is_unknown(token_id) and self.token(token_id) != literal else token_id
 
     def token(self, token_id: int, /) -> str:
-        """Return the piece of an id: of a space U+2581, of a byte "<0x0A>"."""
+        """Return the piece of an id, such as U+2581 for a space and "<0x0A>" for a byte."""
         return str(self._processor.id_to_piece(token_id))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a path and the checks to repeat, without the processor."""
-        state = (self._special_ids, self._sha256, self._follow_links, self._sentinels)
-        return _reopen, (self.model_path, self.special_tokens, *state)
+        """Pickle the path and the arguments, without the processor."""
+        open_again = functools.partial(
+            SentencePieceTokenizer,
+            self.model_path,
+            special_tokens=self.special_tokens,
+            expected_special_token_ids=self._special_ids,
+            follow_links=self._follow_links,
+            sentinels=self._sentinels,
+        )
+        return reopened, (open_again, self._sha256)
 
     def __repr__(self) -> str:
         """Name the model, its size and the start of its sha256."""
@@ -214,10 +220,11 @@ class SentencePieceTokenizer:
 
 
 def sentinel_ids(processor: Any, *, special_tokens: Sequence[str], where: str) -> dict[str, int]:
-    """Return the ids of the sentinels in a SentencePieceProcessor; each is one id that decodes to its literal (PR-01).
+    """Return the ids of the sentinels in a SentencePieceProcessor by sys, usr, asst and eot (PR-01).
 
-    where: names the model in errors. Raises: ValueError unless `special_tokens` are four different literals; CacheError
-        for a model without such ids.
+    where: the model, for messages.
+    Raises: ValueError unless `special_tokens` are four different literals; CacheError E404 unless each has one id that
+        decodes to it.
     """
     if len(special_tokens) != 4 or len(set(special_tokens)) != 4:
         raise ValueError(f"special_tokens={tuple(special_tokens)!r}: expected four different ones: sys, usr, asst, eot")
@@ -233,7 +240,7 @@ def _sentinel_id(processor: Any, token: str, *, where: str) -> int:
     if token_id == processor.unk_id():
         raise CacheError(where, f"has no piece {token!r}", remedy=remedy, code="E404")
     ids = list(processor.encode(token))
-    # With a dummy prefix, SentencePiece's default, a space piece is before any text.
+    # With a dummy prefix, SentencePiece's default, a space piece stands before any text.
     alone = ids[1:] if ids and processor.id_to_piece(ids[0]) == _SPACE else ids
     if alone != [token_id]:
         raise CacheError(where, f"{token!r} encodes to {ids}", f"the one id {token_id}", remedy, code="E404")
@@ -290,41 +297,16 @@ def _batch_ids(processor: Any, texts: list[str], num_threads: int) -> list[NDArr
     return arrays
 
 
-def _reopen(
-    path: str,
-    special_tokens: tuple[str, ...],
-    ids: dict[str, int],
-    sha256: str,
-    follow_links: bool,
-    sentinels: Sentinels,
-) -> SentencePieceTokenizer:
-    tokenizer = SentencePieceTokenizer(
-        path,
-        special_tokens=special_tokens,
-        expected_special_token_ids=ids,
-        follow_links=follow_links,
-        sentinels=sentinels,
-    )
-    if tokenizer.sha256 != sha256:
-        expected = f"{sha256[:12]}... as when this tokenizer was pickled"
-        raise _changed(path, f"its sha256 is {tokenizer.sha256[:12]}...", expected)
-    return tokenizer
-
-
-def _changed(path: str, found: str, expected: str) -> CacheError:
-    return CacheError(path, found, expected, "Do not change the model during a run, and start again", code="E402")
-
-
 def load_tokenizer(
     path: str | os.PathLike[str], *, follow_links: bool | None = None, sentinels: Sentinels = "optional"
 ) -> FullTokenizer:
-    """Open a tokenizer of any kind: a SentencePiece model, a tokenizer.json, or a folder that contains one.
+    """Open a tokenizer of any kind: a SentencePiece model, a tokenizer.json, or a folder with one of them.
 
-    follow_links: whether the files may be links, as in a snapshot of the hub. None: a file that is named may, those in
-        a folder that is named, which may be an untrusted cache, may not.
+    follow_links: whether the files may be links, as in a snapshot of the hub. None: a named file may be one; files in a
+        named folder, which may be an untrusted cache, may not.
     sentinels: "required" refuses a tokenizer without the four sentinels.
-    Raises: FileNotFoundError; CacheError, as SentencePieceTokenizer and HuggingFaceTokenizer; CacheError for a folder
-        with both kinds whose meta.json names none.
+    Raises: TokenizerNotFound E401; CacheError E403 if the file is damaged, of another form, or one of two kinds in a
+        folder without a meta.json; E404 for missing or wrong sentinels; E205 for a link; E206 if it is too large.
     """
     links = not os.path.isdir(path) if follow_links is None else follow_links
     file, kind = tokenizer_file(path)
@@ -340,9 +322,9 @@ def load_tokenizer(
 
 @functools.cache
 def get_default_tokenizer() -> SentencePieceTokenizer:
-    """Open the model at DEFAULT_TOKENIZER_PATH on the first call; later calls return the same object.
+    """Return the tokenizer at DEFAULT_TOKENIZER_PATH, opened once.
 
-    Raises: FileNotFoundError with the command that trains one.
+    Raises: TokenizerNotFound E401, with the command that trains one.
     """
     return SentencePieceTokenizer(DEFAULT_TOKENIZER_PATH)
 

@@ -7,8 +7,9 @@
 kind "sentencepiece" gives a SentencePiece model, "bpe" a byte-level BPE tokenizer.json.
 
 SentencePiece: with normalization "identity" the model is lossless: decode(encode(x)) == x for every text without
-U+2581, which marks a space in SentencePiece. Other normalizations use SentencePiece's defaults for the dummy prefix and
-runs of whitespace, and are not lossless.
+U+2581, its mark for a space. Other normalizations add SentencePiece's dummy prefix and shorten runs of white space.
+BPE: every text comes back from its ids, since there are 256 tokens of one byte and nothing is normalized. The number of
+threads changes no byte: counts of words are sums, and of two equally frequent pairs the one with smaller ids is merged.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from niels_gpt.storage.errors import InTheWay, TokenizerError
 from niels_gpt.storage.fileio import canonical_json, write_bytes
 from niels_gpt.tokenizer import TokenizerPaths, sentinel_ids
 from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
-from niels_gpt.tokenizers.huggingface import MAX_OPENED_IDS
 from niels_gpt.work import Progress
 
 __all__ = [
@@ -46,16 +46,34 @@ __all__ = [
 LOG = logging.getLogger(__name__)
 
 MAX_TRAINED_PIECES: Final = 1 << 16
-"""Of a SentencePiece model that is trained here: ids that fit tokens of 16 bits (D18)."""
+"""The most pieces of a SentencePiece model that is trained here: their ids fit 16 bits (D18)."""
 
 TRAINED_KINDS: Final = ("sentencepiece", "bpe")
 MODEL_TYPES: Final = ("unigram", "bpe")
 NORMALIZATIONS: Final = ("identity", "nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")
+_MIN_BPE_IDS: Final = len(SPECIAL_TOKENS) + 256
+"""The sentinels and the bytes."""
+_MIN_FREQUENCY: Final = 2
+"""A pair that occurs once is not merged."""
+_SPLIT: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Merges stay within a match of this regular expression. It is Llama 3's pre-tokenizer, which for nearly all text is
+GPT-4's: English contractions; a word with the character before it; one to three digits; signs with the line ends behind
+them; runs of white space without the last blank before a word."""
+MAX_PIECE_BYTES: Final = 4_000
+"""UTF-8 bytes of a training piece. SentencePiece drops pieces over its max_sentence_length, 4,192."""
+
+_LONG_WORD = re.compile("|".join(rf"{kind}{{{MAX_PIECE_BYTES},}}" for kind in (r"[^\W\d_]", r"[^\w\s]", r"\s", "_")))
+"""A very long word, such as a gene. BPE training takes time that grows with the square of a word's length."""
+_SKIP_MARK = "\u2585"  # SentencePiece's mark for the unknown; pieces that contain it are dropped
+_SPACE_MARK = "\u2581"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokenizer:
-    """The bytes of spm.model or tokenizer.json, and the content of its tokenizer_meta.json."""
+    """The bytes of spm.model or tokenizer.json, and the content of tokenizer_meta.json."""
 
     model: bytes
     meta: dict[str, Any]
@@ -74,30 +92,35 @@ def train_tokenizer(
     trained_on: str | Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> TrainedTokenizer:
-    """Train on texts, one document each, read once; SentencePiece keeps all of them in memory, bpe each word once.
+    """Train a tokenizer on texts, one document each, which are read once.
 
-    kind: of TRAINED_KINDS. For bpe model_type, normalization and character_coverage must keep their defaults.
-    vocab_size: all ids, including sentinels, 256 byte pieces and 3 control pieces (bpe: none). If the texts do not
-        give so many, the vocabulary is as large as possible, a warning is logged, and the meta has both sizes.
-    seed: recorded only (PR-01). Training on all sentences, in order, on one thread draws no random numbers.
-    max_bytes: utf-8 bytes to read at most; the last document is truncated there. None: no limit.
+    SentencePiece keeps all texts in memory, BPE each word once. Documents with a reserved literal are dropped and
+    counted (D6).
+
+    kind: sentencepiece or bpe. For bpe, model_type, normalization and character_coverage must keep their defaults.
+    vocab_size: all ids: sentinels, 256 byte pieces and, for SentencePiece, 3 control pieces included. If the texts give
+        fewer, the vocabulary is as large as possible, warning W408 is logged, and the meta has both sizes.
+    seed: only recorded (PR-01). Training on all sentences, in order, on one thread draws no random numbers.
+    max_bytes: stop after so many UTF-8 bytes, in the middle of a document; None for no limit.
     trained_on: the name of the texts in the meta.
-    progress: called with documents read, utf-8 bytes read, and max_bytes.
-    Documents with a reserved literal are dropped and counted (D6). Errors of `texts` are raised unchanged.
-    Raises: ValueError for a bad argument, a vocabulary too small for its characters, or no text to train on.
+    progress: called with documents read, UTF-8 bytes read, and max_bytes.
+    Raises: ValueError for a bad argument; TokenizerError E406 if the vocabulary is too small for the characters, or
+        there is no text; errors of `texts` unchanged.
     """
     _check_arguments(kind, vocab_size, model_type, normalization, character_coverage, max_bytes)
     feed = TrainingTexts(texts, max_bytes=max_bytes, progress=progress)
     if kind == "bpe":
         model = _train_bpe(feed, vocab_size)
-        about = _describe_bpe(model)
+        about = _bpe_facts(model)
         model_type, character_coverage = "bpe", 1.0
     else:
         model = _train_sentencepiece(feed, _options(vocab_size, model_type, normalization, character_coverage))
-        about = _describe_sentencepiece(model)
+        about = _sentencepiece_facts(model)
     meta = {
         **about,
         **feed.counts,
+        "special_tokens": list(SPECIAL_TOKENS),
+        "model_sha256": hashlib.sha256(model).hexdigest(),
         "tokenizer_kind": "huggingface" if kind == "bpe" else "sentencepiece",
         "share_seen": feed.counts["bytes_seen"] / feed.counts["bytes_given"],
         "inputs_sha256": feed.digest.hexdigest(),
@@ -117,9 +140,9 @@ def train_tokenizer(
 
 
 def write_tokenizer(trained: TrainedTokenizer, out_dir: str | os.PathLike[str]) -> TokenizerPaths:
-    """Write the model and then tokenizer_meta.json, each atomically, into a folder, which is made if absent.
+    """Write the model and then tokenizer_meta.json, each atomically; make the folder if it is absent.
 
-    Raises: FileExistsError where the folder has a model of the other kind, which would make its kind unclear.
+    Raises: InTheWay E504 if the folder has a model of the other kind, which would make its kind unclear.
     """
     paths = TokenizerPaths.in_folder(out_dir, trained.meta["tokenizer_kind"])
     other = ({MODEL_NAME, TOKENIZER_JSON} - {paths.model_path.name}).pop()
@@ -181,15 +204,13 @@ def _explained(error: RuntimeError, feed: TrainingTexts, options: dict[str, Any]
     return TokenizerError(f"SentencePiece could not train on {counts['pieces']} pieces of text: {error}", code="E406")
 
 
-def _describe_sentencepiece(model: bytes) -> dict[str, Any]:
+def _sentencepiece_facts(model: bytes) -> dict[str, Any]:
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     return {
         "vocab_size": int(processor.vocab_size()),
-        "special_tokens": list(SPECIAL_TOKENS),
         "special_token_ids": sentinel_ids(processor, special_tokens=SPECIAL_TOKENS, where="the trained model"),
-        "model_sha256": hashlib.sha256(model).hexdigest(),
         "sentencepiece_version": str(sentencepiece.__version__),
     }
 
@@ -213,27 +234,11 @@ def _check_arguments(
         raise ValueError(f"max_bytes={max_bytes}: expected None or at least 1")
 
 
-_MIN_BPE_IDS: Final = len(SPECIAL_TOKENS) + 256
-"""The sentinels and the bytes."""
-_MIN_FREQUENCY: Final = 2
-"""A pair that occurs once is not merged."""
-
-_SPLIT: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""The pre-tokenizer, a regular expression whose matches are never merged with each other. It is Llama 3's, which is
-GPT-4's for nearly all text: English contractions; a word with the character before it; one to three digits; signs with
-the line ends behind them; runs of white space, without the last blank before a word."""
-
-
 def _train_bpe(texts: TrainingTexts, vocab_size: int) -> bytes:
-    """Return the bytes of a tokenizer.json with the sentinels as ids 0 to 3.
-
-    vocab_size: all ids, the sentinels and the 256 bytes included; fewer if the texts have too few pairs.
-    Raises: ValueError for a bad vocab_size, or no text; errors of the texts unchanged.
-    """
+    """Return the bytes of a tokenizer.json with the sentinels as ids 0 to 3."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from niels_gpt.tokenizers.huggingface import MAX_OPENED_IDS  # not above: it imports numpy
 
     if not _MIN_BPE_IDS <= vocab_size <= MAX_OPENED_IDS:
         expected = f"{_MIN_BPE_IDS} (four sentinels and 256 bytes) to {MAX_OPENED_IDS:,}"
@@ -260,37 +265,25 @@ def _train_bpe(texts: TrainingTexts, vocab_size: int) -> bytes:
     return str(tokenizer.to_str()).encode() + b"\n"
 
 
-def _describe_bpe(model: bytes) -> dict[str, Any]:
-    """Return what tokenizer_meta.json says of a model of `_train_bpe`."""
+def _bpe_facts(model: bytes) -> dict[str, Any]:
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_buffer(model)
     ids = {name: tokenizer.token_to_id(token) for name, token in zip(SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS, strict=True)}
     return {
         "vocab_size": int(tokenizer.get_vocab_size(with_added_tokens=True)),
-        "special_tokens": list(SPECIAL_TOKENS),
         "special_token_ids": ids,
-        "model_sha256": hashlib.sha256(model).hexdigest(),
         "tokenizers_version": str(tokenizers.__version__),
         "split": _SPLIT,
         "min_frequency": _MIN_FREQUENCY,
     }
 
 
-MAX_PIECE_BYTES: Final = 4_000
-"""Utf-8 bytes of a training piece; SentencePiece drops longer ones than its max_sentence_length, 4,192."""
-
-_LONG_WORD = re.compile("|".join(rf"{kind}{{{MAX_PIECE_BYTES},}}" for kind in (r"[^\W\d_]", r"[^\w\s]", r"\s", "_")))
-"""What may be a word of bpe, such as a gene: the time that its training takes grows with the square of its length."""
-_SKIP_MARK = "\u2585"  # SentencePiece's mark for the unknown; it drops training pieces that contain it
-_SPACE_MARK = "\u2581"
-
-
 def training_pieces(text: str) -> Iterator[str]:
-    """Yield the training pieces of a text: at most MAX_PIECE_BYTES each, without U+2585; joined they are the text.
+    """Yield the training pieces of a text, of at most MAX_PIECE_BYTES; joined they are the text without U+2585.
 
-    Split before a line feed if possible, because SentencePiece strips line ends from the end of a piece but not from
-    its start; else between two characters.
+    A text is split before a line feed if possible, since SentencePiece strips line ends from the end of a piece but not
+    from its start; else between two characters.
     """
     for part in text.split(_SKIP_MARK):
         data = _utf8(part)
@@ -320,10 +313,10 @@ def _utf8(text: str) -> bytes:
 
 
 class TrainingTexts:
-    """The texts for one training; read once, by `pieces` or by `documents`."""
+    """The texts of one training, read once by `pieces` or `documents`: counted, hashed, without reserved literals."""
 
     def __init__(self, texts: Iterable[str], *, max_bytes: int | None, progress: Progress | None) -> None:
-        """max_bytes: utf-8 bytes to read at most; the last text is truncated there."""
+        """max_bytes: stop after so many UTF-8 bytes, in the middle of a text."""
         self.counts = {
             "documents": 0,
             "documents_with_reserved_literal": 0,
@@ -333,14 +326,14 @@ class TrainingTexts:
         }
         self.digest = hashlib.sha256()
         self.error: BaseException | None = None
-        """An error of the texts, which the libraries turn into one of theirs."""
+        """An error that `texts` raised; the libraries would raise one of their own instead."""
         self._texts = texts
         self._max_bytes = max_bytes
         self._full = False
         self._progress = progress
 
     def pieces(self) -> Iterator[str]:
-        """Yield the texts as SentencePiece takes them, in training pieces, which are counted too."""
+        """Yield and count training pieces, as SentencePiece takes them."""
         self.counts["pieces"] = 0
         for text in self._documents():
             for piece in training_pieces(text):
@@ -351,7 +344,7 @@ class TrainingTexts:
                     yield piece
 
     def documents(self) -> Iterator[str]:
-        """Yield whole texts; one that is empty is left out, and words of thousands of letters are cut."""
+        """Yield texts that are not empty; words of thousands of letters are cut."""
         for text in self._documents():
             if text:
                 self.counts["bytes_seen"] += len(data := _utf8(text))
@@ -361,7 +354,7 @@ class TrainingTexts:
                 yield from (text[begin:end] for begin, end in pairwise([0, *cuts, len(text)]))
 
     def nothing_usable(self) -> Exception:
-        """Return the error of a training without a text."""
+        """Return the error for a training without any text."""
         counts = self.counts
         text = (
             f"nothing to train a tokenizer on: {counts['documents']} documents of {counts['bytes_given']} bytes, "
@@ -385,13 +378,13 @@ class TrainingTexts:
             raise
 
     def _kept(self, text: str) -> str | None:
-        """Count a text; return what is read of it, None for one with a reserved literal."""
+        """Count a text; return the part within `max_bytes`, None for a text with a reserved literal."""
         data = _utf8(text)
         if self._max_bytes is not None and len(data) >= self._max_bytes - self.counts["bytes_given"]:
             self._full = True
             text = data[: self._max_bytes - self.counts["bytes_given"]].decode("utf-8", "ignore")  # at a character
             data = _utf8(text)
-        # With its length, or two texts would have the hash of their concatenation.
+        # The length too, else two texts would have the hash of their concatenation.
         self.digest.update(len(data).to_bytes(8, "little") + data)
         self.counts["documents"] += 1
         self.counts["documents_with_u2581"] += _SPACE_MARK in text

@@ -1,4 +1,4 @@
-"""PNG pictures by matplotlib: whether one can be drawn, an empty figure, plain axes, and its bytes."""
+"""PNG pictures by matplotlib: checks before the work, an empty figure, plain axes, and the bytes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _DPI = 100  # pixels per inch
 
 
 def check_png(target: Path) -> None:
-    """Raise what would keep a picture from being written, before the work that it shows.
+    """Check a picture's file name before the work that the picture shows.
 
-    Raises: ValueError for a name that does not end in .png; FileNotFoundError if its folder does not exist.
+    Raises: ValueError unless the name ends in .png; FileNotFoundError if its folder does not exist.
     """
     if target.suffix.lower() != ".png":
         raise ValueError(f"{target}: expected the name of a .png, the only kind of picture that is drawn")
@@ -33,7 +33,7 @@ def check_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float, **style: Any) -> Figure:
-    """Return an empty figure. width, height: in inches of 100 pixels. Raises: ImportError without matplotlib."""
+    """Return an empty figure. width, height: inches of 100 pixels. Raises: ImportError without matplotlib."""
     check_matplotlib()
     from matplotlib.figure import Figure
 
@@ -41,13 +41,13 @@ def new_figure(width: float, height: float, **style: Any) -> Figure:
 
 
 def set_title(figure: Figure, title: str) -> None:
-    """Set the title of a figure of 7.2 inches; its letters are smaller the longer it is."""
+    """Set the title of a figure 7.2 inches wide; a longer title has smaller letters."""
     title = "".join(letter if letter.isprintable() else "?" for letter in title).replace("$", r"\$")  # no formula
     figure.suptitle(title, fontsize=min(11, 850 / len(title)), fontweight="bold")  # 850: as wide as the picture
 
 
 def plain_axes(axes: Axes, *, ticks: int = 7) -> None:
-    """Remove the frame above and to the right; ticks: size of their letters, those of the labels are one larger."""
+    """Remove the frame above and to the right. ticks: size of the ticks' letters; labels have one point more."""
     axes.tick_params(labelsize=ticks)
     for label in (axes.xaxis.label, axes.yaxis.label):
         label.set_fontsize(ticks + 1)
@@ -55,7 +55,7 @@ def plain_axes(axes: Axes, *, ticks: int = 7) -> None:
 
 
 def png(figure: Figure, colours: int | None = None) -> bytes:
-    """Return the figure as a PNG. colours: of its palette, which makes it a third as large; None: all."""
+    """Return the figure as a PNG. colours: size of its palette, which makes the file a third as large; None for all."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=_DPI, facecolor="white", metadata={"Software": None})
     if colours is None:

@@ -1,6 +1,7 @@
-"""The tokens that begin and end each document of a pretrain cache: the settings `document_start` and `document_end`.
+"""The tokens that begin and end each document: chosen from a tokenizer, and read from a cache's meta.json.
 
-What begins a document may begin each chat of an EAGLE-3 cache too: the setting `eagle3_document_start`.
+The settings are `document_start` and `document_end`; the first token may also begin each chat of an EAGLE-3 cache, by
+the setting `eagle3_document_start`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from niels_gpt.storage.meta_json import wrong_value
 from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer, control_ids, id_in, special_id_in
 
 CHOICES = ("auto", "eot", "eos", "none")
-"""What is not the literal of a token."""
+"""The choices that are not a token's literal."""
 
 _KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end|>")  # for the text of an error
 _NEAR = 4  # tokens in the text of an error
@@ -24,24 +25,25 @@ _NEAR = 4  # tokens in the text of an error
 
 @dataclass(frozen=True)
 class DocumentToken:
-    """One token."""
+    """A token that begins or ends a document."""
 
     token: str
-    """As the vocabulary has it."""
+    """The vocabulary's literal."""
     id: int
 
     @property
     def record(self) -> dict[str, int | str]:
-        """Return what meta.json and a plan have of it."""
+        """Return the record in meta.json and in a plan."""
         return {"id": self.id, "token": self.token}
 
 
 def document_start(tokenizer: FullTokenizer, choice: str | None = "auto") -> DocumentToken | None:
     """Return the token that begins a document; None for no token.
 
-    choice: "auto", what the tokenizer's own post-processor writes before a text; "none" or None; or a token's literal.
-    Raises: ValueError for a token that the tokenizer does not have, with the names of some that it has; for "auto"
-        where the post-processor writes several.
+    choice: "auto" for the token that the tokenizer's own post-processor writes before a text; "none" or None; or a
+        token's literal.
+    Raises: ValueError for a token that the tokenizer lacks, naming similar ones; for "auto" if the post-processor
+        writes several tokens.
     """
     if choice in (None, "none"):
         return None
@@ -60,15 +62,15 @@ def document_start(tokenizer: FullTokenizer, choice: str | None = "auto") -> Doc
 
 
 def post_processor_starts(tokenizer: Tokenizer) -> list[DocumentToken]:
-    """Return what the post-processor of a tokenizer.json writes before a text; [] for every other tokenizer."""
+    """Return the tokens that a tokenizer.json's post-processor writes before a text; [] for any other tokenizer."""
     ids: tuple[int, ...] = getattr(tokenizer, "start_ids", ())
     return [DocumentToken(tokenizer.token(each), each) for each in ids]  # type: ignore[attr-defined]
 
 
 def missing_start_text(what: str, starts: Sequence[DocumentToken], flag: str) -> str:
-    """Return the text of a warning that some documents or chats begin without the tokens of `post_processor_starts`.
+    """Return the text of a warning that documents or chats begin without the tokens of `post_processor_starts`.
 
-    what: such as "documents". flag: the option that says how they begin.
+    what: "documents" or "chats". flag: the option that decides how they begin.
     """
     names = " ".join(ascii(each.token)[1:-1] for each in starts)
     choice = "auto" if len(starts) == 1 else shlex.quote(starts[0].token)
@@ -81,9 +83,9 @@ def missing_start_text(what: str, starts: Sequence[DocumentToken], flag: str) ->
 def document_end(tokenizer: FullTokenizer, choice: str = "auto") -> DocumentToken | None:
     """Return the token that ends a document; None for no token.
 
-    choice: "eot", the sentinel; "eos", the end of a text that the tokenizer names; "none"; a token's literal; or
-        "auto": eot where the tokenizer has the sentinels, else eos.
-    Raises: ValueError for a token that the tokenizer does not have; for "auto" the message names others.
+    choice: "eot", the sentinel; "eos", the tokenizer's own EOS; "none"; a token's literal; or "auto": eot for a
+        tokenizer with the sentinels, else eos.
+    Raises: ValueError for a token that the tokenizer lacks, naming one that it has.
     """
     if choice == "none":
         return None
@@ -105,7 +107,7 @@ def document_end(tokenizer: FullTokenizer, choice: str = "auto") -> DocumentToke
 
 
 def _near(tokenizer: FullTokenizer, choice: str | None) -> str:
-    """Return the text that there is no such token, with the added and control tokens that are most like it."""
+    """Return an error text that names the added and control tokens most similar to `choice`."""
     added = getattr(tokenizer, "added_tokens", dict[str, bool])()
     known = dict.fromkeys([*added, *(tokenizer.token(each) for each in sorted(control_ids(tokenizer)))])
     names = [each for each in known if each.isprintable()]
@@ -122,10 +124,10 @@ def _remedy(tokenizer: FullTokenizer) -> str:
 
 
 def end_of_documents(meta: Mapping[str, Any] | None, where: str) -> tuple[int, str] | None:
-    """Return id and literal of the token after each document of a pretrain cache; None where there is none.
+    """Return id and literal of the token after each document of a pretrain cache; None without one.
 
-    A cache of an earlier version has the key `append_eot`, for the end-of-text sentinel.
-    Raises: CacheError for a wrong value.
+    Caches of an earlier version have the key `append_eot` instead, for the end-of-turn sentinel.
+    Raises: CacheError E202 for a wrong value.
     """
     keys = meta or {}
     if keys.get("document_end") is None:
@@ -135,9 +137,9 @@ def end_of_documents(meta: Mapping[str, Any] | None, where: str) -> tuple[int, s
 
 
 def start_of_documents(meta: Mapping[str, Any] | None, where: str) -> tuple[int, str] | None:
-    """Return id and literal of the token before each document of a pretrain cache; None where there is none.
+    """Return id and literal of the token before each document of a pretrain cache; None without one.
 
-    Raises: CacheError for a wrong value.
+    Raises: CacheError E202 for a wrong value.
     """
     return _document_token(meta or {}, "document_start", where)
 

@@ -1,9 +1,9 @@
-"""Engines: what computes the ids of many texts at once. The ids do not depend on which one does.
+"""Engines: they compute the ids of many texts at once. The ids do not depend on the engine.
 
-engine = open_engine(tokenizer)                     # the fastest one that is installed and knows the model
+engine = open_engine(tokenizer)                     # the fastest engine that is installed and knows the model
 ids, lengths = engine.encode(texts, first=0)        # texts: UTF-8
 
-The reference is the library that the tokenizer was made for. Another engine is compared with it while it works.
+The reference is the library that the tokenizer was made for. A fast engine is compared with it during the build.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer
 logger = logging.getLogger(__name__)
 
 CHOICES: Final = ("auto", "gigatoken", "reference")
-"""Of the setting `engine`."""
+"""The values of the setting `engine`."""
 FIRST_COMPARED: Final = 1000
-"""Documents at the beginning of a stream that are all compared with the reference."""
+"""The first documents of a stream, which are all compared with the reference."""
 ONE_COMPARED_OF: Final = 100
-"""Of the others, one of so many is."""
+"""Of the others one in so many is compared. The reference takes some seventy times as long, so this share costs less
+than gigatoken itself."""
 _PIECE_BYTES = 1 << 20
-"""A longer text is compared in pieces, since a reference takes up to 130 times a text's size in memory."""
-_AROUND = 6  # tokens before and after a difference that its message shows
+"""A longer text is compared in pieces: a reference takes up to 130 times its size in memory."""
+_AROUND = 6  # tokens before and after a difference in its message
 _NAMES: Final = {"sentencepiece": "sentencepiece", "huggingface": "tokenizers"}
 
 
 class Engine(Protocol):
-    """Encodes texts. Several threads may call one engine at once. It can be pickled, and used after a fork."""
+    """Encodes texts. Threads may share an engine. It can be pickled, and used after a fork."""
 
     name: str
-    """gigatoken, tokenizers, sentencepiece, or encode for a caller's own tokenizer."""
+    """gigatoken, tokenizers or sentencepiece; encode for a caller's own tokenizer."""
 
     def encode(self, texts: Sequence[bytes], *, first: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the ids of all texts in order, integers [tokens], and the number of ids of each text, int64 [texts].
+        """Return the ids of all texts in order, integers [tokens], and the length of each text in ids, int64 [texts].
 
-        texts: valid UTF-8. The literal of a control token in a text may give its id, as with Tokenizer.encode.
-        first: the number of the first text in the stream of the build.
-        Raises: EngineDifference.
+        texts: valid UTF-8. The literal of a control token may give its id, as with Tokenizer.encode.
+        first: number of the first text in the build's stream.
+        Raises: EngineDifference E410 if the engine and the reference disagree.
         """
 
 
@@ -61,14 +62,14 @@ class EngineDifference(CacheError):
     """An engine gave other ids than the reference."""
 
     def __init__(self, path: str, number: int, difference: str, document: str = "") -> None:
-        """path: of the tokenizer. number: of the document in the stream. document: what else is known of it."""
+        """path: the tokenizer's file. number: the document's, in the stream. document: its id and start of its text."""
         named = f"document {number} of the source{f' ({document})' if document else ''}: {difference}"
         remedy = "Build with the reference: --engine reference. A report to the engine's makers helps others"
         super().__init__(path, named, remedy=remedy, code="E410")
         self.number, self.difference, self.document = number, difference, document
 
     def named(self, number: int, document: str) -> EngineDifference:
-        """Return the error with the document's number, and more about it: its id and the beginning of its text."""
+        """Return the error with the document's number, id and the start of its text."""
         return EngineDifference(self.path, number, self.difference, document)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -76,18 +77,18 @@ class EngineDifference(CacheError):
 
 
 class ReferenceEngine:
-    """The library that a tokenizer was made for, through the tokenizer itself."""
+    """The library that a tokenizer was made for, called through the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Take a tokenizer with the methods of FullTokenizer, or a caller's own object with `encode`."""
+        """tokenizer: with the methods of FullTokenizer, or a caller's own object with `encode`."""
         self._tokenizer = tokenizer
         self._batch = getattr(tokenizer, "encode_batch", None)
         self.name = _NAMES.get(getattr(tokenizer, "kind", ""), "encode")
-        if self.name == "encode" and not _takes_threads(self._batch):  # of another library's kind
+        if self.name == "encode" and not _takes_threads(self._batch):  # a method of another meaning
             self._batch = None
 
     def encode(self, texts: Sequence[bytes], *, first: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return ids and lengths; see Engine. Raises: ValueError for ids that are no integers."""
+        """Return ids and lengths. Raises: TokenizerError E409 if the ids are not integers."""
         # SentencePiece takes UTF-8 as it is, and would encode a str again.
         batch = texts if self.name == "sentencepiece" else [str(text, "utf-8") for text in texts]
         if self._batch is not None:
@@ -119,25 +120,25 @@ def _integers(ids: Any) -> NDArray[np.int64]:
 
 
 class ComparedEngine:
-    """A fast engine, compared with the reference: the first documents of a stream, and a share of all others.
+    """A fast engine, compared with the reference for the first documents of a stream and for a share of the others.
 
-    A text is in the share by its content and the seed, so threads and batches do not change which ones are.
+    A text's content and the seed decide whether it is in the share, so threads and batches do not.
     """
 
     def __init__(self, fast: GigatokenEngine, reference: Engine, tokenizer: FullTokenizer, *, seed: int = 0) -> None:
-        """fast and reference: engines of the same tokenizer. seed: of the share."""
+        """fast, reference: engines of the same tokenizer. seed: of the share."""
         self.name = fast.name
         self._fast, self._reference, self._tokenizer = fast, reference, tokenizer
         self._seed = seed % (1 << 64)
-        self._counting: dict[int, threading.Lock] = {}  # by process: a fork may copy a lock while it is held
+        self._counting: dict[int, threading.Lock] = {}  # by process id: a fork may copy a lock that is held
         self.num_compared = 0
-        """Documents that were compared."""
+        """How many documents were compared."""
         self.compare_seconds = 0.0
-        """Seconds of CPU that the reference took."""
+        """CPU seconds that the reference took for them."""
 
     def encode(self, texts: Sequence[bytes], *, first: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the ids and lengths of the fast engine, and of the reference for the few texts that need it."""
-        from xxhash import xxh3_64_intdigest  # not above: readers import this module, and need numpy and torch alone
+        """Return ids and lengths: the fast engine's, but the reference's for the few texts that may differ."""
+        from xxhash import xxh3_64_intdigest  # not above: readers of caches import this module without xxhash
 
         ids, lengths = self._fast.encode(texts)
         others = [index for index, text in enumerate(texts) if self._fast.may_differ(text)]
@@ -155,7 +156,7 @@ class ComparedEngine:
     def _replaced(
         self, texts: Sequence[bytes], ids: NDArray[Any], lengths: NDArray[np.int64], others: list[int], first: int
     ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return ids and lengths with those of the reference for the texts with these numbers."""
+        """Return ids and lengths in which the reference encodes the texts `others`."""
         theirs, their_lengths = self._reference.encode([texts[index] for index in others], first=first)
         parts = np.split(ids, np.cumsum(lengths)[:-1])
         for index, part in zip(others, np.split(theirs, np.cumsum(their_lengths)[:-1]), strict=True):
@@ -167,7 +168,7 @@ class ComparedEngine:
     def _compare(
         self, texts: Sequence[bytes], ids: NDArray[Any], lengths: NDArray[np.int64], chosen: list[int], first: int
     ) -> None:
-        """Compare the texts with these numbers. Raises: EngineDifference."""
+        """Compare the chosen texts. Raises: EngineDifference E410."""
         start = time.thread_time()
         whole = [index for index in chosen if len(texts[index]) <= _PIECE_BYTES]
         is_whole = np.zeros(len(texts), dtype=bool)
@@ -177,6 +178,7 @@ class ComparedEngine:
         self._compare_ids([texts[index] for index in whole], found, lengths[whole], numbers)
         for index in chosen:
             if not is_whole[index]:
+                # Both encode the piece: the ids of the whole text are not those of its pieces, one after the other.
                 for piece in pieces_of(texts[index]):
                     self._compare_ids([piece], *self._fast.encode([piece]), [first + index])
         with self._counting.setdefault(os.getpid(), threading.Lock()):
@@ -186,7 +188,7 @@ class ComparedEngine:
     def _compare_ids(
         self, texts: list[bytes], ids: NDArray[Any], lengths: NDArray[np.int64], numbers: list[int]
     ) -> None:
-        """Compare the ids of texts with the reference's. numbers: of each text's document in the stream."""
+        """Compare the ids of texts with the reference's. numbers: of their documents in the stream."""
         expected, expected_lengths = self._reference.encode(texts, first=0)
         if np.array_equal(lengths, expected_lengths) and np.array_equal(ids, expected):
             return
@@ -203,7 +205,7 @@ class ComparedEngine:
 
 
 def pieces_of(text: bytes) -> Iterator[bytes]:
-    """Cut a text, valid UTF-8, into pieces of at most 1 MiB: behind a line end, else between characters."""
+    """Cut UTF-8 text into pieces of at most 1 MiB, behind a line end, else between characters."""
     start = 0
     while start < len(text):
         stop = start + _PIECE_BYTES
@@ -227,10 +229,11 @@ def _first_difference(tokenizer: FullTokenizer, names: str, found: list[int], ex
 def open_engine(tokenizer: Tokenizer, choice: str = "auto", *, seed: int = 0) -> Engine:
     """Return the engine that encodes with a tokenizer.
 
-    choice: "auto" takes gigatoken if it is installed and gives the reference's ids for the test texts, else the
-        reference; "gigatoken" and "reference" take that one. seed: of the share of documents that are compared.
-    Raises: ValueError for another choice; CacheError with the reason where `choice` is "gigatoken" and it cannot be
-        used, or where the tokenizer's file has changed.
+    choice: "gigatoken", "reference", or "auto": gigatoken if it is installed and gives the reference's ids for the test
+        texts, else the reference.
+    seed: of the share of documents that are compared.
+    Raises: ValueError for another choice; CacheError E411, or E901 if it is not installed, for "gigatoken" if it cannot
+        be used; CacheError E402 if the tokenizer's file has changed.
     """
     engine = _opened(tokenizer, choice, seed)
     with suppress(TypeError):  # an object without weak references
@@ -239,7 +242,7 @@ def open_engine(tokenizer: Tokenizer, choice: str = "auto", *, seed: int = 0) ->
 
 
 def engine_name(tokenizer: Tokenizer, choice: str = "auto") -> str:
-    """Return the name of the engine that `open_engine` returns; nothing is opened if it was called before."""
+    """Return the name of the engine that `open_engine` returns, from memory if it was called before."""
     with suppress(TypeError):
         if (name := _NAMES_BY_CHOICE.get(tokenizer, {}).get(choice)) is not None:
             return name

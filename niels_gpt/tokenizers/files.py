@@ -2,8 +2,8 @@
 
 spm.model               SentencePiece: decides the ids
 tokenizer.json          Hugging Face: decides the ids
-tokenizer_config.json   Hugging Face: the end of a text, the chat template
-special_tokens_map.json Hugging Face: the end of a text
+tokenizer_config.json   Hugging Face: the token that ends a text, the chat template
+special_tokens_map.json Hugging Face: the token that ends a text
 chat_template.jinja     Hugging Face: the chat template
 """
 
@@ -31,9 +31,9 @@ TOKENIZER_JSON: Final = "tokenizer.json"
 TRAIN_COMMAND: Final = "niels-gpt train-tokenizer --input-glob 'FOLDER/**/*.txt'"
 
 MAX_MODEL_BYTES: Final = 1 << 24
-"""Larger SentencePiece models are refused: 16 MiB. A vocabulary of 262,144 pieces takes 4.7 MB."""
+"""The largest SentencePiece model that is opened: 16 MiB. A vocabulary of 262,144 pieces takes 4.7 MB."""
 MAX_TOKENIZER_JSON_BYTES: Final = 1 << 27
-"""Larger tokenizer.json are refused: 128 MiB. One of 256,000 ids with its merges takes 34 MB."""
+"""The largest tokenizer.json that is opened: 128 MiB. One of 256,000 ids with its merges takes 34 MB."""
 
 CONFIG_NAME: Final = "tokenizer_config.json"
 TOKENS_MAP_NAME: Final = "special_tokens_map.json"
@@ -42,29 +42,29 @@ COMPANIONS: Final = (CONFIG_NAME, TOKENS_MAP_NAME, TEMPLATE_NAME)
 """Files beside a tokenizer.json that belong to it; they decide no id."""
 MAX_COMPANION_BYTES: Final = 1 << 23
 TOOL_TEMPLATE_NAME: Final = "additional_chat_templates/tool_use.jinja"
-"""Another chat template, for chats with tools, as transformers saves a second one. It is not copied into caches."""
+"""A second chat template, for chats with tools, where transformers saves it. Caches have no copy of it."""
 
 FILE_OF: Final = {"sentencepiece": MODEL_NAME, "huggingface": TOKENIZER_JSON}
 """The file that decides the ids, by the kind of tokenizer."""
 _REMOVE = "Remove it from the folder, or put a copy of the real file there"
 UPSTREAM_MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # SentencePiece, as on the hub
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
-"""Some editors write it first; JSON has none, and the library tokenizers refuses it."""
-_PARTS = frozenset(("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", *COMPANIONS))  # no model in itself
-_BEGINNING = 4096  # bytes of a file that tell JSON from a model
+"""Some editors begin a file with it. JSON forbids it, and the library tokenizers refuses it."""
+_PARTS = frozenset(("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", *COMPANIONS))  # without a model
+_BEGINNING = 4096  # bytes of a file that are enough to tell JSON from a model
 
 
 def is_json(beginning: bytes) -> bool:
-    """Whether a file with this beginning is JSON, and so no SentencePiece model."""
+    """Whether a file that begins so is JSON, and not a SentencePiece model."""
     return beginning.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] in (b"{", b"[")
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int, what: str, *, follow_links: bool) -> bytes:
-    """Return the bytes of a regular file; does not block on a FIFO.
+    """Return the bytes of a regular file; do not block on a FIFO.
 
-    what: the file, for the error of one that is larger than `max_bytes`.
-    Raises: FileNotFoundError; CacheError for a larger file, for what is no regular file, and unless `follow_links` for
-        a link and for a sparse file.
+    what: the kind of file, for the error of one that is too large.
+    Raises: FileNotFoundError; CacheError E206 for more than `max_bytes`; CacheError E205 if it is not a regular file,
+        and, without `follow_links`, if it is a link or sparse.
     """
     try:
         handle = open_for_reading(path, follow_links=True) if follow_links else open_regular(path)
@@ -89,12 +89,12 @@ def read_file(path: str | os.PathLike[str], max_bytes: int, what: str, *, follow
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> tuple[Path, str]:
-    """Return the file that decides the ids of a tokenizer, and its kind, of KINDS in protocol.py.
+    """Return the file that decides the ids of a tokenizer, and the kind: sentencepiece or huggingface.
 
-    path: this file or its folder. A folder that has both kinds is of the kind that its meta.json names; without one it
-        is refused. In a folder without spm.model and tokenizer.json, tokenizer.model, spiece.model and
-        sentencepiece.bpe.model count, in this order.
-    Raises: FileNotFoundError; CacheError.
+    path: the file or its folder. If a folder has both kinds of files, its meta.json names the kind. If it has neither
+        spm.model nor tokenizer.json, the first of tokenizer.model, spiece.model and sentencepiece.bpe.model counts.
+    Raises: TokenizerNotFound E401 without such a file; CacheError E403 for both kinds without a meta.json, and for a
+        file without a model, such as merges.txt.
     """
     if not os.path.isdir(path):
         if Path(path).name in _PARTS and os.path.isfile(path):
@@ -119,10 +119,11 @@ def tokenizer_file(path: str | os.PathLike[str]) -> tuple[Path, str]:
 
 
 def tokenizer_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> dict[str, bytes]:
-    """Return the files of a tokenizer by the names that they have in a cache: first the one that decides its ids.
+    """Return the bytes of a tokenizer's files by their names in a cache; the first decides the ids.
 
-    path: a file or a folder, as for `tokenizer_file`. follow_links: True for a snapshot of the hub, False in a cache.
-    Raises: FileNotFoundError; CacheError for a file that is too large, and for a link unless `follow_links`.
+    path: a file or a folder, see `tokenizer_file`. follow_links: True for a snapshot of the hub, False in a cache.
+    Raises: TokenizerNotFound E401 without a tokenizer; CacheError E403 if it is unclear which, E205 for a link without
+        `follow_links` and anything but a regular file, E206 for a file that is too large.
     """
     file, kind = tokenizer_file(path)
     if kind == "sentencepiece":
@@ -135,7 +136,7 @@ def tokenizer_files(path: str | os.PathLike[str], *, follow_links: bool = False)
 
 
 def companion(file: Path, name: str, *, follow_links: bool) -> bytes | None:
-    """Return the file of COMPANIONS beside a tokenizer.json; None if there is none. Raises as `tokenizer_files`."""
+    """Return the bytes of one of COMPANIONS beside a tokenizer.json; None without it. Raises: CacheError E205, E206."""
     try:
         return read_file(file.parent / name, MAX_COMPANION_BYTES, name, follow_links=follow_links)
     except FileNotFoundError:
@@ -159,16 +160,17 @@ def _kind_in_meta(folder: Path) -> str | None:
 
 
 def check_model(tokenizer: Path, meta: dict[str, Any], remedy: str = "") -> None:
-    """Raise CacheError unless the files in a tokenizer's folder have the checksums in its meta.json.
+    """Check the files in a tokenizer's folder against the checksums in its meta.json.
 
-    remedy: what to do; "": remove the tokenizer and build.
+    remedy: the way out, for the message; "" for: remove the tokenizer and build.
+    Raises: CacheError E204 for an absent file; E403 for another checksum, or a file that meta.json does not list.
     """
     remedy = remedy or make_again(tokenizer)
     expected = {record["name"]: record["sha256"] for record in file_records(meta, str(tokenizer / META_NAME))}
     name = next(iter(expected), MODEL_NAME)
     if (of_ids := meta.get("tokenizer_sha256")) is not None:
         checked_sha256(of_ids, "tokenizer_sha256", str(tokenizer / META_NAME))
-    expected[name] = of_ids  # of the file that decides the ids; other tools may record no files
+    expected[name] = of_ids  # the file that decides the ids; other tools may list no files
     for name, sha256 in expected.items():
         if not os.path.lexists(tokenizer / name):
             raise CacheError(tokenizer / name, "no such file", "a file of the tokenizer", remedy, code="E204")

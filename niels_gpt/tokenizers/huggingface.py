@@ -1,8 +1,8 @@
 """Tokenizers of Hugging Face: a tokenizer.json, opened by the library `tokenizers`.
 
-Nothing else of such a tokenizer is used: no class of transformers and no code from the hub. The post-processor, which
-adds BOS and EOS, is not applied to a text; `start_ids` says what it writes before one. Truncation, padding and dropout
-are switched off: a cache must neither be cut silently nor differ from one build to the next.
+Nothing else is used: no class of transformers and no code from the hub. Encoding skips the post-processor, which adds
+BOS and EOS; `start_ids` has the ids that it writes before a text. Truncation, padding and dropout are switched off: a
+cache must be complete, and equal in each build.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
 from niels_gpt.storage.errors import CacheError, SourceError, TokenizerError, TokenizerNotFound
 from niels_gpt.storage.meta_json import parse_object
+from niels_gpt.tokenizers.adapters import changed, checked_ids, refuse_surrogates, reopened
 from niels_gpt.tokenizers.files import (
     BYTE_ORDER_MARK,
     CONFIG_NAME,
@@ -32,31 +33,31 @@ from niels_gpt.tokenizers.files import (
     companion,
     read_file,
 )
-from niels_gpt.tokenizers.protocol import PROBE, checked_ids, ids_before, refuse_surrogates
+from niels_gpt.tokenizers.protocol import PROBE, ids_before
 
 MAX_OPENED_IDS: Final = 1 << 24
-"""A file with a larger id is refused: tables of one entry an id are made from it."""
+"""All ids are below it: tables with one entry for each id are made from a file."""
 MAX_ADDED_TOKENS: Final = 100_000
-"""A file with more added tokens is refused: texts are searched for each of them. Models for speech have some 65,000."""
+"""The most added tokens: texts are searched for each of them. Models for speech have some 65,000."""
 
 _MOST_STEPS, _MOST_GROWTH = 512, 64
-"""Steps of a part such as the normalizer, and how many times as long its steps may make a text."""
+"""The most steps of a part such as the normalizer, and the most by which they may lengthen a text."""
 _CONSUMES = re.compile(
     r"(?:(?:\[(?:[^\[\]\\]|\\.)+\]|\\p\{\w+\}|\\[sdwSDWnrt]|\\[^\w\s]|[^\\^$|?*+()\[\]{}])(?:\+|\{[1-9]\d*(?:,(?:[1-9]\d*)?)?\})?)+"
 )
-"""An expression that matches one character at least, such as ` {2,}` or `[\u201c\u201d]`; some others do too."""
+"""Regular expressions that surely match at least one character, such as ` {2,}` or `[\u201c\u201d]`."""
 _MAX_TEMPLATE_BYTES = 1 << 14  # of a post-processor: it writes BOS and EOS
 
 _EXPECTED = f"a {TOKENIZER_JSON} that the library tokenizers reads"
 _UNK_ID = re.compile(rb'"unk_id"\s*:\s*(\d{1,9})\b')
-_UNUSED = "\ufdd0"  # no character, by Unicode: no text should have it
+_UNUSED = "\ufdd0"  # a noncharacter of Unicode: no text should have it
 _SHOWN = 200  # characters of an error of the library
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, with the end of a text that the files beside it name.
+    """A tokenizer.json, and the EOS token that the files beside it name.
 
-    Can be pickled, for worker processes: the copy opens the same file, and refuses it if it has changed.
+    A pickled copy, as in a worker process, opens the same file; CacheError E402 if the file has changed.
     """
 
     kind: str = "huggingface"
@@ -65,10 +66,11 @@ class HuggingFaceTokenizer:
         """Open a tokenizer.json.
 
         path: the file, or its folder. tokenizer_config.json and special_tokens_map.json beside it are read.
-        follow_links: whether the files may be links, as in a snapshot of the hub. None: a file that is named may, those
-            in a folder that is named may not.
-        Raises: FileNotFoundError; CacheError for a file that is too large, that the library refuses, that has ids of
-            MAX_OPENED_IDS or more or over MAX_ADDED_TOKENS, or whose added tokens would get other ids than it says.
+        follow_links: whether the files may be links, as in a snapshot of the hub. None: a named file may be one, files
+            in a named folder may not.
+        Raises: TokenizerNotFound E401; CacheError E206 if the file is too large; E403 if the library refuses it, it has
+            ids of MAX_OPENED_IDS or more, over MAX_ADDED_TOKENS, or added tokens that would get other ids than it says;
+            E404 if it has some of the sentinels, but not four special ones.
         """
         in_folder = os.path.isdir(path) and os.path.basename(path) != TOKENIZER_JSON
         self.follow_links: bool = not in_folder if follow_links is None else follow_links
@@ -99,25 +101,25 @@ class HuggingFaceTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The largest id and 1, added tokens included. Ids below it may have no token."""
+        """The largest id plus 1, added tokens included. Ids below it may have no token."""
         return self._vocab_size
 
     @property
     def unk_id(self) -> int | None:
-        """The id of characters without a token; None if the model has none, as byte-level ones."""
+        """The id of characters without a token; None for a model without it, such as a byte-level one."""
         return self._unk_id
 
     @property
     def eos_id(self) -> int | None:
-        """The id of `eos_token` in tokenizer_config.json or special_tokens_map.json; None if none is named there."""
+        """The id of `eos_token` in tokenizer_config.json or special_tokens_map.json; None without one."""
         return self._eos_id
 
     @cached_property
     def start_ids(self) -> tuple[int, ...]:
-        """The ids that the file's post-processor writes before a text, such as BOS; () for none.
+        """The ids that the file's post-processor writes before a text, such as BOS.
 
-        They are found by running it on PROBE; where PROBE has no ids, it cannot be told, and they are ().
-        Raises: ValueError where the model cannot encode PROBE.
+        They are found by processing PROBE; () if it writes none, or if PROBE has no ids.
+        Raises: TokenizerError E408 if the model cannot encode PROBE.
         """
         if self._post_processor is None:
             return ()
@@ -126,43 +128,45 @@ class HuggingFaceTokenizer:
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """The ids of special tokens, of eos and of the sentinels, without the unknown id.
+        """The ids of special tokens, EOS and the sentinels, without the unknown id.
 
-        Added tokens that are not special, such as <think>, are text.
+        Added tokens that are not special, such as <think>, count as text.
         """
         return self._control_ids
 
     def special_token_ids(self) -> dict[str, int]:
-        """Return the ids of the sentinels under sys, usr, asst and eot; {} without them."""
+        """Return the ids of the sentinels by sys, usr, asst and eot; {} without them."""
         return dict(self._sentinels)
 
     def encode(self, text: str, /) -> list[int]:
         """Return the ids of a text, without BOS or EOS. The literal of an added token becomes its id.
 
-        Raises: ValueError for a lone surrogate, which utf-8 cannot encode, and for a text that the model cannot encode.
+        Raises: SourceError E304 for a lone surrogate, which UTF-8 cannot encode; TokenizerError E408 for any other text
+            that the model cannot encode.
         """
         return self._ids_of([text], self._tokenizer)[0].tolist()  # type: ignore[no-any-return]
 
     def encode_batch(self, texts: Sequence[str], /, *, num_threads: int = 1) -> list[NDArray[np.int32]]:
-        """Return the ids of each text as int32 [tokens]. Raises as `encode`.
+        """Return the ids of each text as int32 [tokens]. Raises: SourceError E304 and TokenizerError E408.
 
-        num_threads: has no effect. The library has threads of its own; TOKENIZERS_PARALLELISM=false switches them off.
+        num_threads: ignored. The library has threads of its own; TOKENIZERS_PARALLELISM=false switches them off.
         """
         return self._ids_of(list(texts), self._tokenizer)
 
     def encode_with_offsets(self, texts: Sequence[str], /) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Return the ids of each text, and start and end of each token in its characters. Raises as `encode`."""
+        """Return the ids of each text, and start and end of each token in its characters. Raises: E304 and E408."""
         encoded = self._encoded(list(texts), self._tokenizer.encode_batch)
         return [(each.ids, each.offsets) for each in encoded]
 
     def added_tokens(self) -> dict[str, bool]:
-        """Return the literals of the added tokens, and whether each is special."""
+        """Return the literal of each added token, and whether it is special."""
         return {token.content: token.special for token in self._tokenizer.get_added_tokens_decoder().values()}
 
     def encode_plain(self, texts: Sequence[str], /) -> list[NDArray[np.int32]]:
-        """Return the ids of each text with the literals of special tokens as text. Raises as `encode`.
+        """Return the ids of each text with the literals of special tokens as plain text.
 
-        Raises: ValueError also for a text that has no such encoding.
+        Raises: SourceError E304 for a lone surrogate, E305 for a text without such an encoding; TokenizerError E408 for
+            a text that the model cannot encode.
         """
         batch = list(texts)
         if self._plain is None:
@@ -179,7 +183,7 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
         """Return the text of a 1-D sequence of ids, special tokens included.
 
-        Raises: ValueError for an id outside the vocabulary, or for more than one dimension.
+        Raises: TokenizerError E409 for an id outside the vocabulary; ValueError for more than one dimension.
         """
         values = checked_ids(ids, self._vocab_size, self.model_path)
         return str(self._tokenizer.decode(values, skip_special_tokens=False))
@@ -190,12 +194,13 @@ class HuggingFaceTokenizer:
         return token_id
 
     def token(self, token_id: int, /) -> str:
-        """Return the token of an id as the vocabulary has it; "" for an id without a token."""
+        """Return the vocabulary's token for an id; "" for an id without a token."""
         return str(self._tokenizer.id_to_token(token_id) or "")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a path and the sha256 to compare, without the library's object."""
-        return _reopen, (self.model_path, self._sha256, self.follow_links)
+        """Pickle the path and the sha256 to compare, without the library's object."""
+        open_again = partial(HuggingFaceTokenizer, self.model_path, follow_links=self.follow_links)
+        return reopened, (open_again, self._sha256)
 
     def __repr__(self) -> str:
         """Name the file, its size and the start of its sha256."""
@@ -208,7 +213,7 @@ class HuggingFaceTokenizer:
         except FileNotFoundError:
             raise TokenizerNotFound(f"{self.model_path}: there is no {TOKENIZER_JSON}") from None
         if getattr(self, "_sha256", None) not in (None, hashlib.sha256(raw).hexdigest()):
-            raise _changed(self.model_path)
+            raise changed(self.model_path)
         return raw
 
     def _ids_of(self, texts: list[str], tokenizer: Any) -> list[NDArray[np.int32]]:
@@ -241,7 +246,7 @@ class HuggingFaceTokenizer:
         return SourceError(text, code="E305")
 
     def _with_other_names(self) -> Any:
-        """Return a tokenizer with the ids of this one, but other names for the control tokens in its vocabulary."""
+        """Return a tokenizer with the same ids, but with other names for the control tokens in its vocabulary."""
         content = json.loads(self._read())
         vocab = content["model"]["vocab"]
         names = {self.token(token_id): f"{_UNUSED}{token_id}{_UNUSED}" for token_id in self._control_ids}
@@ -259,7 +264,7 @@ class HuggingFaceTokenizer:
         ]
         try:
             plain = _plain(json.dumps(content).encode(), self.model_path)
-        except CacheError as error:  # merges make the token, an ordinary word that is named as eos
+        except CacheError as error:  # merges make the token: an ordinary word is EOS
             made = (each for each in sorted(self._control_ids) if f"`{self.token(each)}`" in str(error.__cause__))
             raise self._no_plain(next(made, min(self._control_ids))) from error
         text = {token.content: token_id for token_id, token in plain.get_added_tokens_decoder().items()}
@@ -268,7 +273,7 @@ class HuggingFaceTokenizer:
         return plain
 
     def _eos_token(self) -> str | None:
-        """Return the first named one that is a token, else the first that is named."""
+        """Return the first named EOS that is a token, else the first that is named."""
         first = None
         for name in (CONFIG_NAME, TOKENS_MAP_NAME):
             raw = companion(Path(self.model_path), name, follow_links=self.follow_links)
@@ -295,8 +300,7 @@ class HuggingFaceTokenizer:
 
 
 def _open(raw: bytes, where: str) -> tuple[Any, Any]:
-    """Return the library's tokenizer, without truncation, padding, post-processor and the random merges of dropout;
-    and its post-processor, or None."""
+    """Return the library's tokenizer, without truncation, padding and dropout, and apart from it its post-processor."""
     from tokenizers import Tokenizer
 
     if missing := [name for name in ("from_buffer", "encode_batch_fast") if not hasattr(Tokenizer, name)]:
@@ -322,7 +326,7 @@ def _open(raw: bytes, where: str) -> tuple[Any, Any]:
 
 
 def _refuse_growth(tokenizer: Any, where: str) -> None:
-    """Refuse a file that makes a long text of a short one, or takes too many steps: it would fill the memory."""
+    """Refuse a file whose steps are too many, or make a long text of a short one and so could fill the memory."""
     for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
         if (part := getattr(tokenizer, name)) is None:
             continue
@@ -337,7 +341,7 @@ def _refuse_growth(tokenizer: Any, where: str) -> None:
 
 
 def _steps_of(part: Any) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer and so on, in order: objects with a type, also in sequences of sequences."""
+    """Return the steps of a part such as the normalizer, in order, from nested sequences too."""
     steps, waiting = [], [part]
     while waiting:
         value = waiting.pop()
@@ -348,12 +352,13 @@ def _steps_of(part: Any) -> list[dict[str, Any]]:
 
 
 def _growth_of(steps: list[dict[str, Any]]) -> int:
-    """Return how many characters one of a text can become, at most, by steps that replace or prepend.
+    """Return the most characters that steps can make of one character, by replacing and prepending.
 
-    What a step writes, a later one can replace only if it looks for one of these characters; an expression, and any
-    step after one of another kind, such as NFKC, may look for all of them.
+    A step can lengthen the output of an earlier one only if it searches for one of its characters. A regular expression
+    may match any character, and so may every step after one of another kind, such as NFKC.
     """
-    written: list[tuple[frozenset[str] | None, int]] = [(None, 1)]  # characters (None: any), and of how many they are
+    # For each step the characters that it wrote (None: any), and how many of them one character has become.
+    written: list[tuple[frozenset[str] | None, int]] = [(None, 1)]
     for step in steps:
         content = {"Replace": step.get("content"), "Prepend": step.get("prepend")}.get(step["type"])
         if not isinstance(content, str):
@@ -376,7 +381,7 @@ def _plain(raw: bytes, where: str) -> Any:
 
 
 def is_of_library(error: BaseException) -> bool:
-    """Whether the library raised an error, and not the user by Ctrl-C; its panics are no Exception."""
+    """Whether the library raised an error, not the user by Ctrl-C. Its panics are no subclass of Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -392,7 +397,7 @@ def _vocab_size(tokenizer: Any, where: str) -> int:
 
 
 def _said_ids(raw: bytes) -> dict[str, int] | None:
-    """Return the ids of the added tokens as the file says them; None where they cannot be read."""
+    """Return the ids of the added tokens in the file; None if they cannot be read."""
     at = re.search(rb'"added_tokens"\s*:\s*(?=\[)', raw)
     if at is None:
         return {}
@@ -410,9 +415,9 @@ def _refuse_many(added: Collection[Any], where: str) -> None:
 
 
 def _check_added_ids(said: dict[str, int] | None, ids: dict[str, int], where: str) -> None:
-    """Refuse a file whose added tokens get other ids from the library than the file says.
+    """Refuse a file whose added tokens get other ids from the library than it says.
 
-    The library numbers added tokens that are not in the model's vocabulary by itself.
+    The library itself numbers added tokens that are not in the model's vocabulary.
     """
     if said is None:
         raise CacheError(where, "its added_tokens cannot be read", _EXPECTED, code="E403")
@@ -425,21 +430,9 @@ def _check_added_ids(said: dict[str, int] | None, ids: dict[str, int], where: st
 
 
 def _unk_id(tokenizer: Any, raw: bytes) -> int | None:
-    """Return the id of the unknown token; the library does not give that of a unigram model."""
+    """Return the id of the unknown token; for a unigram model it is read from the file, since the library hides it."""
     if type(tokenizer.model).__name__ == "Unigram":
         found = _UNK_ID.search(raw)
         return None if found is None else int(found[1])
     token = getattr(tokenizer.model, "unk_token", None)
     return None if token is None else tokenizer.token_to_id(token)
-
-
-def _reopen(path: str, sha256: str, follow_links: bool) -> HuggingFaceTokenizer:
-    tokenizer = HuggingFaceTokenizer(path, follow_links=follow_links)
-    if tokenizer.sha256 != sha256:
-        raise _changed(path)
-    return tokenizer
-
-
-def _changed(path: str) -> CacheError:
-    remedy = "Do not change the tokenizer during a run, and start again"
-    return CacheError(path, "has changed since it was opened", remedy=remedy, code="E402")

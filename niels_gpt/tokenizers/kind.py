@@ -1,4 +1,4 @@
-"""The kind of a tokenizer's folder: a model and a meta.json."""
+"""The kind tokenizer: a folder with a model and a meta.json."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class TokenizerKind(Kind):
     card = Card("The tokenizer of token caches", _reader)
 
     def remedy(self, path: Path) -> str:
-        """Return the command that replaces it: a build keeps one that exists."""
+        """Return the command that replaces the folder, since a build keeps an existing one."""
         return make_again(path)
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
-        """Compare the files with meta.json, and what the model says of itself."""
+        """Compare the files and the opened model with meta.json."""
         folder, meta = cache.folder, cache.meta
         checked_meta(meta, str(folder / META_NAME))
         check_model(folder, meta)
@@ -79,11 +79,11 @@ class TokenizerKind(Kind):
             yield "tokenizer_sha256", f"tokenizer_sha256 is not the sha256 of {name}"
 
     def held(self, meta: Mapping[str, Any]) -> Held:
-        """Return the ids."""
+        """Return the number of ids."""
         return Held({"id": {"": int(meta["vocab_size"])}}, note=str(meta.get("tokenizer_kind", "")))
 
     def stats(self, cache: Cache, progress: Any = None) -> Rows:
-        """Return what the model is and what it was trained on."""
+        """Return the model's kind, size, special tokens and training texts."""
         meta, size = cache.meta, sum(record["bytes"] for record in cache.records)
         asked, seen = meta.get("requested_vocab_size"), meta.get("bytes_seen")
         named = ", ".join(f"{name} {number}" for name, number in (meta.get("special_token_ids") or {}).items())
@@ -106,7 +106,7 @@ class TokenizerKind(Kind):
     def show(
         self, cache: Cache, tokenizer: FullTokenizer | None, *, split: str, at: int, tokens: int, color: bool
     ) -> str:
-        """Return the pieces of some ids, from `at` on: one a line, and what it decodes to."""
+        """Return a line for each id from `at` on: its piece, and its text."""
         found = self.show_data(cache, tokenizer, split=split, at=at, tokens=tokens)
         lines = [f"{each['id']:>8,}  {each['token']!r:24} {each['text']!r}" for each in found["ids"]]
         head = f"{cache.path}: ids {at:,} to {at + len(lines) - 1:,} of {found['vocab_size']:,}"

@@ -1,4 +1,4 @@
-"""Round trip: whether decoding the ids of a text returns the text, measured on probe texts.
+"""Texts that a tokenizer is tried with, and the round trip: whether decoding the ids of a text returns the text.
 
 roundtrip(tokenizer)  ->  {"texts": 19, "differ": 0}     of PROBES; meta.json calls differ == 0 lossless
 """
@@ -31,7 +31,7 @@ PROBES = (
     "\u201cquotes\u201d \u2013 dash \u2026 \u2122",
     "a\ufeffb \ufffd",
 )
-"""Runs of whitespace, line ends, capitals, combining marks, scripts, emoji, and what Unicode normalization changes."""
+"""Runs of white space, line ends, capitals, combining marks, scripts, emoji, and letters that normalization changes."""
 
 _LITERALS = 64  # tokens whose literals are in the test texts
 _SHOWN = 24  # characters of a text around the first difference
@@ -48,7 +48,7 @@ class RoundTrip(Protocol):
 
 
 def roundtrip(tokenizer: RoundTrip, texts: Sequence[str] = PROBES) -> dict[str, int]:
-    """Return how many texts were encoded and decoded, and how many of them differ afterwards."""
+    """Encode and decode texts; return their number, and how many of them changed."""
     differ = sum(tokenizer.decode(tokenizer.encode(text)) != text for text in texts)
     return {"texts": len(texts), "differ": differ}
 
@@ -61,7 +61,7 @@ def first_difference(text: str, back: str) -> str:
 
 
 def probe_texts(literals: Sequence[str]) -> list[bytes]:
-    """Return the texts that an engine is tested with when it is opened, with the literals of some tokens in them."""
+    """Return the texts that test an engine when it is opened, also with the literals of some tokens in them."""
     sides = ((" ", " "), ("a", "b"), ("\n", "  "))
     around = [f"{left}{literal}{right}" for literal in literals[:_LITERALS] for left, right in sides]
     return [text.encode() for text in (*PROBES, *_odd_texts(), *around)]

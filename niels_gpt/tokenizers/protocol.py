@@ -1,7 +1,8 @@
-"""What builders and readers need of a tokenizer, whatever made it, and what identifies it.
+"""What a cache needs of a tokenizer, whatever made it, and the keys of meta.json that record it.
 
-Both adapters have all members of `Tokenizer`: SentencePieceTokenizer (niels_gpt/tokenizer.py) and HuggingFaceTokenizer
-(huggingface.py). A caller's own object needs the first three only; the functions below give the others their defaults.
+SentencePieceTokenizer (niels_gpt/tokenizer.py) and HuggingFaceTokenizer (huggingface.py) have all members of
+`FullTokenizer`. A caller's own object needs the members of `Tokenizer` only; the functions below give defaults for the
+others. Where a function takes a meta, `where` names the meta.json in errors.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Final, Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.storage.errors import CacheError, SourceError, TokenizerError
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import PathLike, sha256_file
 from niels_gpt.storage.meta_json import checked_sha256, wrong_value
 
@@ -22,12 +23,12 @@ PROBE = "The quick brown fox jumps over 13 lazy dogs; (naïve) {code} = [0x7F]\n
 NARROW_IDS: Final = 1 << 16
 """Ids that fit uint16. A cache of a larger vocabulary has tokens of 32 bits (D18)."""
 MAX_IDS: Final = 1 << 31
-"""The most ids of a cache's vocabulary: each then fits int32 too, which every device can cast."""
+"""The most ids of a cache's vocabulary: they fit int32, which every device can cast."""
 TOKEN_DTYPES: Final[dict[str, np.dtype[Any]]] = {"uint16-le": np.dtype("<u2"), "uint32-le": np.dtype("<u4")}
-"""`token_dtype` in meta.json, and the dtype of the token files."""
+"""The dtype of the token files by `token_dtype` in meta.json."""
 
 Ids = NDArray[np.unsignedinteger[Any]]
-"""Tokens of a cache: uint16 or uint32, as its meta.json says."""
+"""Tokens of a cache: uint16 or uint32, by its meta.json."""
 
 
 class Tokenizer(Protocol):
@@ -35,7 +36,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids: the largest one and 1, added tokens included."""
+        """The largest id plus 1, added tokens included."""
 
     def encode(self, text: str, /) -> list[int]:
         """Return the ids of a text, without BOS or EOS."""
@@ -50,48 +51,48 @@ class FullTokenizer(Tokenizer, Protocol):
     kind: str
     """One of KINDS."""
     model_path: str
-    """The file that the ids come from: spm.model or tokenizer.json."""
+    """The file that decides the ids: spm.model or tokenizer.json."""
 
     @property
     def sha256(self) -> str:
-        """The hex sha256 of the file at `model_path` when it was opened; `tokenizer_sha256` in meta.json."""
+        """The hex sha256 of the file when it was opened; `tokenizer_sha256` in meta.json."""
 
     @property
     def unk_id(self) -> int | None:
-        """The id of characters without a piece; None if there is no such id."""
+        """The id of unknown characters; None without one."""
 
     @property
     def eos_id(self) -> int | None:
-        """The id that the tokenizer's makers end a text with; None if it names none."""
+        """The id of the tokenizer's own EOS; None without one."""
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """Ids that no text may give: special tokens and the sentinels, without the unknown id.
+        """The ids that no text may give: special tokens and the sentinels, without the unknown id.
 
-        Where the literal of one is in a text, `encode` may give the id itself; builders find it (D26).
+        `encode` may give one for its literal in a text; builders find it (D26).
         """
 
     def encode_batch(self, texts: Sequence[str], /, *, num_threads: int = 1) -> list[NDArray[Any]]:
         """Return the ids of each text as an integer array [tokens]; threads change the speed only."""
 
     def encode_plain(self, texts: Sequence[str], /) -> list[NDArray[Any]]:
-        """Return the ids of each text with the literals of control tokens as plain text: no control id.
+        """Return the ids of each text, with the literals of control tokens as plain text.
 
-        Raises: ValueError for a tokenizer that cannot.
+        Raises: SourceError E305 for a text without such an encoding.
         """
 
     def decode(self, ids: Sequence[int], /) -> str:
         """Return the text of ids, special tokens included."""
 
     def token_id(self, literal: str, /) -> int | None:
-        """Return the id of one token by its literal, such as "<|endoftext|>"; None if there is none."""
+        """Return the id of a token by its literal, such as "<|endoftext|>"; None without such a token."""
 
     def token(self, token_id: int, /) -> str:
-        """Return the literal of an id, for people: of a byte piece, what the vocabulary calls it."""
+        """Return the vocabulary's name of an id, for people: its literal, or such as "<0x0A>" for a byte."""
 
 
 def ids_before(ids: Sequence[int], of_text: Sequence[int]) -> tuple[int, ...]:
-    """Return the ids before the ids of a text, which are among `ids`; () where they are not."""
+    """Return the part of `ids` before `of_text`, the ids of a text; () if `of_text` is not in `ids`."""
     count = next((at for at in range(len(ids)) if [*ids[at : at + len(of_text)]] == [*of_text]), 0)
     return tuple(ids[:count])
 
@@ -102,21 +103,21 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def token_dtype_name(vocab_size: int) -> str:
-    """Return `token_dtype` of a cache's meta.json: "uint16-le", or "uint32-le" for ids of 65,536 and more (D18)."""
+    """Return the same dtype's name in meta.json: "uint16-le" or "uint32-le" (D18)."""
     dtype = token_dtype(vocab_size)
     return next(name for name, each in TOKEN_DTYPES.items() if each == dtype)
 
 
 def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return `control_ids` of a tokenizer; the sentinels of one that does not have the member."""
+    """Return a tokenizer's control ids; its sentinels if it lacks the member `control_ids`."""
     known: frozenset[int] | None = getattr(tokenizer, "control_ids", None)
     return frozenset(tokenizer.special_token_ids().values()) if known is None else known
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> str | None:
-    """Return the sha256 of the model that a tokenizer opened; None for a tokenizer without a model.
+    """Return the sha256 of the tokenizer's model; None without a model.
 
-    Call it before a build: the file at `model_path` may be replaced later.
+    Call it before a build, since the file may be replaced later.
     """
     known: str | None = getattr(tokenizer, "sha256", None)
     path = getattr(tokenizer, "model_path", None)
@@ -124,30 +125,29 @@ def tokenizer_sha256(tokenizer: Tokenizer) -> str | None:
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
-    """Return what identifies a tokenizer: its model's sha256, or without a model the sha256 of PROBE's ids."""
+    """Return the sha256 that identifies a tokenizer: of its model, or without a model of PROBE's ids."""
     known = tokenizer_sha256(tokenizer)
     if known is not None:
         return known
     try:
         identity = repr(list(tokenizer.encode(PROBE)))
-    except Exception as error:  # a tokenizer that cannot encode PROBE is identified by its type
+    except Exception as error:  # it cannot encode PROBE: its type and error identify it
         identity = f"{type(tokenizer)} {type(error)}"
     return sha256(identity.encode()).hexdigest()
 
 
 TokenDtype = Literal["uint16", "uint32"]
-"""How callers name the dtype of token files without a meta.json."""
+"""The dtype of token files without a meta.json, as callers name it."""
 NARROW: Final[np.dtype[Any]] = TOKEN_DTYPES["uint16-le"]
-"""The dtype of token files of which nothing is known: what the spec and most other tools write."""
+"""The default dtype of token files: the spec's, and most other tools'."""
 
 
 def token_dtype_of(
     meta: Mapping[str, Any] | None, where: PathLike, given: TokenDtype | None = None
 ) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the dtype of a cache's tokens: `token_dtype` of its meta.json, else `given`, else uint16.
+    """Return the dtype of a cache's tokens: by its meta.json, else `given`, else uint16.
 
-    where: the meta.json, for errors. given: what the caller expects; None: nothing.
-    Raises: ValueError for another `given`; CacheError for another token_dtype, and where it contradicts `given`.
+    Raises: ValueError for an unknown `given`; CacheError E202 for an unknown token_dtype, E208 if it is not `given`.
     """
     if given is not None and given not in get_args(TokenDtype):
         raise ValueError(f"dtype={given!r}: expected one of {', '.join(get_args(TokenDtype))}")
@@ -164,7 +164,7 @@ def token_dtype_of(
 
 
 def check_vocab_size(meta: Mapping[str, Any], where: str) -> None:
-    """Raise CacheError unless `vocab_size` is a number of ids, and `token_dtype` is the one for so many (D18)."""
+    """Raise CacheError E202 unless `vocab_size` is a number of ids and `token_dtype` is the dtype for it (D18)."""
     value, dtype, most = meta.get("vocab_size"), token_dtype_of(meta, where), most_ids(meta, where)
     if value is not None and integer(value, 1, most + 1) is None:
         raise wrong_value(where, "vocab_size", value, f"an integer from 1 to {most}")
@@ -173,19 +173,19 @@ def check_vocab_size(meta: Mapping[str, Any], where: str) -> None:
 
 
 def most_ids(meta: Mapping[str, Any], where: str) -> int:
-    """Return the largest `vocab_size` that a meta.json may have: ids fit the tokens. Raises: as `token_dtype_of`."""
+    """Return the largest valid `vocab_size`, by `token_dtype`. Raises: CacheError E202 for an unknown dtype."""
     has_tokens = meta.get("kind") != "tokenizer"
     return NARROW_IDS if has_tokens and token_dtype_of(meta, where) == NARROW else MAX_IDS
 
 
 def tokenizer_sha256_in(meta: Mapping[str, Any], where: str) -> str | None:
-    """Return the sha256 of the model that the ids are of; None without one. Raises: CacheError for a wrong value."""
+    """Return the sha256 of the tokenizer's model; None if it is absent. Raises: CacheError E202 for a wrong value."""
     sha256 = meta.get("tokenizer_sha256")
     return None if sha256 is None else checked_sha256(sha256, "tokenizer_sha256", where)
 
 
 def special_id_in(meta: Mapping[str, Any], name: str, where: str) -> int | None:
-    """Return the id of the sentinel `name` in a meta; None without one. Raises: CacheError for a wrong value."""
+    """Return the id of the sentinel `name`; None if it is absent. Raises: CacheError E202 for a wrong value."""
     ids = meta.get("special_token_ids")
     if ids is None:
         return None
@@ -203,33 +203,5 @@ def id_in(meta: Mapping[str, Any], value: Any, key: str, where: str) -> int:
 
 
 def integer(value: Any, start: int, end: int) -> int | None:
-    """Return `value` if it is an integer from start to end - 1, and no bool; None otherwise."""
+    """Return `value` if it is an integer, not a bool, from start to end - 1; else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and start <= value < end else None
-
-
-def checked_ids(ids: Any, vocab_size: int, where: str) -> list[int]:
-    """Return a sequence, array or tensor of ids as a list.
-
-    where: names the model in errors.
-    Raises: ValueError for an id outside the vocabulary, or for more than one dimension.
-    """
-    values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    if not isinstance(values, list) or any(isinstance(value, list) for value in values):
-        raise ValueError(f"ids of shape {tuple(getattr(ids, 'shape', ()))}: expected one dimension")
-    wrong = next((value for value in values if not 0 <= value < vocab_size), None)
-    if wrong is not None:
-        raise TokenizerError(f"id {wrong}: expected 0 <= id < vocab_size={vocab_size} of {where}", code="E409")
-    return [int(value) for value in values]
-
-
-def refuse_surrogates(texts: Sequence[str], error: Exception) -> None:
-    """Raise ValueError for the first lone surrogate in some texts, which a library refused with `error`."""
-    for index, text in enumerate(texts):
-        try:
-            text.encode()
-        except UnicodeEncodeError as bad:
-            raise SourceError(
-                f"text {index}, character {bad.start}: lone surrogate {text[bad.start]!a}, which utf-8 cannot "
-                "hold. Replace it first, for instance by U+FFFD",
-                code="E304",
-            ) from error

@@ -1,7 +1,7 @@
-"""The pieces in the bytes of a SentencePiece model: read, given another type, or appended, without changing an id.
+"""The pieces in the bytes of a SentencePiece model: give them another type, or append some, without changing an id.
 
-A model is a protobuf message ModelProto, whose field 1, repeated, are its pieces in the order of their ids; of a piece
-field 1 is its text, 2 its score, 3 its type. The other fields are kept as they are.
+A model is a protobuf message ModelProto. Its repeated field 1 has the pieces in the order of their ids; fields 1, 2 and
+3 of a piece are its text, score and type. All other fields are kept.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 CONTROL: Final = 3
-"""Type of a piece that no text gives."""
+"""The type of a piece that no text gives."""
 USER_DEFINED: Final = 4
-"""Type of a piece that its literal in a text always gives."""
+"""The type of a piece that its literal in a text always gives."""
 
 _PIECE, _TEXT, _TYPE = 1, 1, 3  # numbers of fields
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 
 
 def with_types(model: bytes, types: Mapping[int, int]) -> bytes:
-    """Return a model in which the pieces with these ids have these types. Raises: ValueError for a damaged model."""
+    """Return a model with other types of pieces, by id. Raises: ValueError for a damaged model."""
     out = bytearray()
     token_id = 0
     for number, start, value, end in _fields(model):
@@ -37,7 +37,7 @@ def with_types(model: bytes, types: Mapping[int, int]) -> bytes:
 
 
 def with_pieces(model: bytes, literals: Sequence[str]) -> bytes:
-    """Return a model with user-defined pieces after its own: their ids follow the largest one."""
+    """Return a model with user-defined pieces appended: their ids follow the largest one."""
     pieces = ((_tag(_TEXT, _BYTES) + _length(literal.encode()) + literal.encode()) for literal in literals)
     return model + b"".join(_piece(text, USER_DEFINED) for text in pieces)
 
@@ -48,7 +48,7 @@ def _piece(fields: bytes, kind: int) -> bytes:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """Yield number, start, start of the value and end of each field. Raises: ValueError for a damaged message."""
+    """Yield each field's number, start, start of its value, and end. Raises: ValueError for a damaged message."""
     at = 0
     while at < len(message):
         start = at

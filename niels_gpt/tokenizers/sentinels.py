@@ -1,4 +1,4 @@
-"""Give an existing tokenizer the four sentinels, as the ids after its own, so that chats can be encoded with it."""
+"""Give an existing tokenizer the four sentinels, as ids after its own, so that it can encode chats."""
 
 from __future__ import annotations
 
@@ -20,33 +20,36 @@ from niels_gpt.tokenizers.probes import PROBES
 from niels_gpt.tokenizers.protocol import FullTokenizer
 from niels_gpt.tokenizers.sentencepiece_proto import with_pieces
 
-_MOST_COPIES = 100  # names that are tried for one
+_MOST_COPIES = 100  # names to try for a copy
 
 
 @dataclass(frozen=True)
 class Extended:
-    """A tokenizer with the sentinels, and what it was before."""
+    """A tokenizer with the sentinels, and its size before."""
 
     model_path: str
     """spm.model or tokenizer.json in the new folder."""
     tokenizer_kind: str
-    """Of KINDS in protocol.py."""
+    """sentencepiece or huggingface."""
     tokenizer_sha256: str
     special_token_ids: dict[str, int]
-    """Of the sentinels, by sys, usr, asst and eot."""
+    """The ids of the sentinels by sys, usr, asst and eot."""
     vocab_size: int
     vocab_size_before: int
 
 
 def add_sentinels(path: str | os.PathLike[str], out: str | os.PathLike[str], *, follow_links: bool = False) -> Extended:
-    """Write a copy of a tokenizer that has the four sentinels; the ids of its own tokens stay.
+    """Write a copy of a tokenizer with the four sentinels; its own tokens keep their ids.
 
-    path: a SentencePiece model, a tokenizer.json, or a folder with one. A tokenizer.json gets special added tokens, a
-        model user-defined pieces; the files beside a tokenizer.json are copied.
-    follow_links: whether the files in a folder may be links; a file that is named may be one.
-    out: the new folder. It is complete or absent.
-    Raises: FileExistsError for an existing `out`; ValueError for a tokenizer that has the sentinels; FileNotFoundError
-        and CacheError as `load_tokenizer`; CacheError for a tokenizer that would give the sentinels other ids.
+    A tokenizer.json gets special added tokens, a SentencePiece model user-defined pieces. Files beside a tokenizer.json
+    are copied.
+
+    path: the file, or its folder.
+    out: the new folder; complete or absent, even after a crash.
+    follow_links: whether files in a folder may be links; a named file may be one.
+    Raises: InTheWay E504 if `out` exists; ValueError if the tokenizer has the sentinels; TokenizerNotFound E401;
+        CacheError E403, E205 or E206 if it cannot be opened, E210 if it changes meanwhile, E404 if the sentinels would
+        get other ids.
     """
     final = Path(out).absolute()
     if os.path.lexists(final):
@@ -81,9 +84,9 @@ def add_sentinels(path: str | os.PathLike[str], out: str | os.PathLike[str], *, 
 
 
 def folder_of_copy(name: str, opened: str | os.PathLike[str]) -> tuple[str, bool]:
-    """Return the name of a folder for the copy of a tokenizer, and whether the copy is there already.
+    """Return a folder's name for the copy of a tokenizer, and whether that copy exists.
 
-    name: of the tokenizer, a file, a folder or an id of the hub. opened: where its files are.
+    name: the tokenizer's file, folder or hub id. opened: the path of its files.
     """
     named = Path(os.path.abspath(name))
     of_folder = named.is_file() and named.name in (*FILE_OF.values(), *UPSTREAM_MODELS)
@@ -110,7 +113,7 @@ def _with_added_tokens(raw: bytes, first: int) -> bytes:
 
 
 def _check(before: FullTokenizer, after: FullTokenizer, source: Path) -> None:
-    """Refuse a copy that gives another id than it should; `before` has no sentinels."""
+    """Refuse a copy with other ids than `before`, which has no sentinels, beside the new ones."""
     size = before.vocab_size
     expected = list(range(size, size + len(SPECIAL_TOKENS)))
     same = all(before.token(token_id) == after.token(token_id) for token_id in range(size))
