@@ -2,6 +2,7 @@
 
 cache.py         public: reader, loader and writer of every form, under the names of NeMo Automodel's offline cache
 native.py        public: reader and batches of the native form
+stream.py        public: Eagle3Stream: serves each sample exactly once an epoch, over any ranks and workers
 target.py        public: runs a target and captures hidden states and logits; chooses the captured layers
 head.py          public: the target's final norm and lm_head; turns stored hidden states into logits
 vocab.py         public: chooses the tokens that the draft knows; reads and writes that choice
@@ -18,21 +19,21 @@ workers.py       runs the target in this process or in several, and hands out th
 forward.py       runs one batch through the target and makes the stored fields of each form
 totals.py        counts a cache and writes its meta.json
 disk.py          estimates the size of a cache and checks that it fits on the disk
-produce/         the former place of make_target_cache
 models.py        loads target models, by folder or hub id; writes the small model of the sample
 replies.py       generates the target's own replies to chats
 format/          the files of a cache: their content, writers and readers, and the plan
 inspect/         checks a finished cache, compares it with its target, prints it
 derive.py        makes another cache of a native one, without the target: another draft vocabulary, or version 1 or 2
 exchange/        imports the folders of other tools as native caches, and exports native caches
+produce/         the earlier place of make_target_cache, for one release
 
 Two forms: dense (versions 1 and 2, NeMo Automodel's offline cache: padded rows with distributions) and native (this
-project's: ragged rows with hidden states, a tenth of the bytes). A part is a partition of a build; a chunk is a piece
+project's: ragged rows with hidden states, a third of the bytes). A part is a partition of a build; a chunk is a piece
 of a tensor.
 
 cache.py and format/ need torch and safetensors; the rest also needs transformers (the extra eagle3). niels_gpt/chat
-tokenizes the input; recipes/eagle3 connects input, target and build.py. The package passes on `make_target_cache`, for
-a program with its own samples and target.
+tokenizes the input; recipes/eagle3 connects input, target and build.py. The package passes on `Eagle3Stream` with
+its `Eagle3Batch`, and `make_target_cache`, for a program with its own samples and target.
 """
 
 from __future__ import annotations
@@ -42,14 +43,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.build import make_target_cache
+    from niels_gpt.eagle3.stream import Eagle3Batch, Eagle3Stream
 
-__all__ = ["make_target_cache"]
+_HOMES = {
+    "Eagle3Batch": "niels_gpt.eagle3.stream",
+    "Eagle3Stream": "niels_gpt.eagle3.stream",
+    "make_target_cache": "niels_gpt.eagle3.build",
+}
+
+__all__ = ["Eagle3Batch", "Eagle3Stream", "make_target_cache"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:  # torch is loaded at the first use
+    if name not in _HOMES:  # torch is loaded at the first use
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("niels_gpt.eagle3.build"), name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
