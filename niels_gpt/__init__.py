@@ -49,9 +49,9 @@ Earlier names, for one release, which warn:
     inspection/            of kinds/
     interop/               of exchange/
 
-The keys of meta.json: engine/meta.py has those of every cache, the builders in cache/ and prefix_tree/ those of their
-kind, recipes/request.py the key `source`. storage/meta_json.py checks and writes the file. Rules such as D5 and PR-03
-stand in docs/decisions/README.md.
+Keys of meta.json: engine/meta.py for every cache, the builders in cache/ and prefix_tree/ for their kind,
+recipes/request.py for `source`. cache/meta.py writes and reads the file, storage/meta_json.py has its checksum and
+file records. Rules such as D5 and PR-03 stand in docs/decisions/README.md.
 
 This module imports nothing, so that reading metadata does not load torch.
 """

@@ -1,6 +1,6 @@
-"""What a loader of files gives a builder: many documents as columns, a sampled sequence; and parts of a source.
+"""Documents as columns, which a loader gives to a builder; a sampled sequence; and partitions of a source.
 
-A loader that reads rows one by one yields (split, text, id) instead; a builder takes both.
+A loader that reads rows one by one yields (split, text, id) instead. A builder takes both.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ NO_COUNTERS: tuple[tuple[int, Mapping[str, int]], ...] = ((0, {}),)
 class DocumentBatch:
     """Consecutive documents of a source, one entry each in `texts` and `ids`.
 
-    A document's counters and position are those that the loader had when it gave this document: what was dropped before
-    it is in them, what was dropped behind it is not. So they do not depend on where a batch ends.
+    A document's counters and position are the loader's at the time it yielded this document: they include drops before
+    it, and no drops behind it. So they do not depend on the end of a batch.
     """
 
     texts: Sequence[bytes]
-    """Each document's text in valid UTF-8, repaired by the loader where it was not."""
+    """Texts in valid UTF-8; the loader has repaired invalid ones."""
     ids: Sequence[str]
-    """Each document's id in its source."""
+    """Document ids in the source."""
     split: str | None = None
-    """train or val, for all of them; None leaves the choice to the text and the seed."""
+    """"train" or "val" for the whole batch; None: text and seed decide for each document."""
     counters: Sequence[tuple[int, Mapping[str, int]]] = NO_COUNTERS
-    """(n, the loader's counters from document n of this batch on): ascending, the first n is 0."""
+    """(n, the loader's counters from document n of this batch on), ascending; the first n is 0."""
     position: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Each document's place in the files, a column for each key of data.reader.Position; {} if it has none."""
+    """A column for each key of data.reader.Position, with the position at each document; {} without positions."""
     is_checked: bool = False
-    """Whether all of this is known to be true, as the project's loaders know it; a builder checks other batches."""
+    """Whether the loader vouches for the batch, as the project's loaders do. A builder checks other batches."""
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -64,19 +64,22 @@ MAX_PARTITIONS = 100_000
 
 
 class Partition(NamedTuple):
-    """One of the parts that a source is read in, and its cache is built in, each alone.
-
-    Which files or rows it has is decided in data/files/part.py.
-    """
+    """One of the parts of a source that are read and built alone. data/files/part.py decides its files and rows."""
 
     number: int
-    """From 0."""
+    """Number of this partition, from 0."""
     total: int
     """Number of all partitions of the source: 2 to MAX_PARTITIONS."""
 
     @classmethod
     def checked(cls, number: int, total: int) -> Partition:
-        """Return a partition. Raises: ValueError for numbers that there are not."""
+        """Return a partition.
+
+        Raises: ValueError unless total is 2 to MAX_PARTITIONS and number is 0 to total - 1.
+
+        >>> Partition.checked(0, 3).budget(100)
+        34
+        """
         if not 2 <= total <= MAX_PARTITIONS:
             raise ValueError(f"{total} partitions: expected 2 to {MAX_PARTITIONS:,}")
         if not 0 <= number < total:
@@ -84,10 +87,10 @@ class Partition(NamedTuple):
         return cls(number, total)
 
     def seed(self, seed: int) -> int:
-        """Return the seed of this partition's own shuffle, 0 to 2**63 - 1: of the seed of all and its number."""
+        """Derive the seed of this partition's own shuffle, 0 to 2**63 - 1, from the common seed and its number."""
         digest = hashlib.sha256(f"{seed}\npartition {self.number}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
 
     def budget(self, tokens: int | None) -> int | None:
-        """Return this partition's part of a token budget; the parts differ by a token at most. None: no limit."""
+        """Return this partition's part of a token budget. Parts differ by one token at most. None: no limit."""
         return None if tokens is None else (tokens + self.total - 1 - self.number) // self.total

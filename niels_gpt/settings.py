@@ -1,6 +1,6 @@
-"""Every overridable default, in one frozen dataclass; the CLI makes one flag of each field.
+"""All settings of builds in one frozen dataclass; the command line makes a flag of each field.
 
-A field's `metadata["help"]` gives its unit, its meaning and its source; it is the flag's help text.
+A field's `metadata["help"]` is the flag's help text: meaning, unit, and the source of the default.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Any
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use; where the system cannot tell, how many there are."""
+    """Return how many cores this process may use; all cores if the system cannot tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 RENAMED = {"tokenizer_model": "tokenizer", "append_eot": "document_end"}
-"""Settings of earlier versions, and those that replace them."""
+"""Settings of earlier versions, and their new names."""
 
 
 OF_TOKENIZER = "tokenizer"
-"""The value of chat_template for the template in the tokenizer's folder."""
+"""Value of chat_template: the template in the tokenizer's folder."""
 
 
 class UsageError(ValueError):
-    """A setting or argument that asks for something that is not there: exit status 2 of a command."""
+    """A wrong setting or argument; a command exits with 2."""
 
     code = "E101"
 
@@ -41,90 +41,87 @@ def _setting(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of all recipes. A recipe's fingerprint has those that decide bytes, not places and threads."""
+    """The settings of all recipes. A recipe's fingerprint contains those that decide bytes, not folders or threads."""
 
     seed: int = _setting(42, "seed of every split and shuffle (PR-03)", least=-(2**63), most=2**64 - 1)
-    source_root: str = _setting("hub", "where text comes from: hub, sample, or the folder of a mirror")
-    cache_dir: str = _setting(
-        "cache", "folder that receives the caches; source_root=sample builds in its folder sample/"
-    )
+    source_root: str = _setting("hub", "source of the text: hub, sample (bundled), or the folder of a mirror")
+    cache_dir: str = _setting("cache", "folder for the caches; --source-root sample builds in its folder sample/")
     max_document_bytes: int = _setting(
-        2**26, "bytes of a document or row, at most: 64 MiB; a larger one is left out and counted", least=1
+        2**26, "limit of a document's or row's bytes (64 MiB); larger ones are left out and counted", least=1
     )
-    follow_links: bool = _setting(False, "follow symbolic links in mirrors, notes and files of your own")
-    exclude: str | None = _setting(None, "file of ids or sha256 of texts, one a line, whose documents are left out")
+    follow_links: bool = _setting(False, "follow symbolic links in mirrors, notes and your own files")
+    exclude: str | None = _setting(None, "file of documents to leave out, one a line: source id or sha256 of the text")
     revision: str | None = _setting(
         None,
-        "hub revisions to build from, SOURCE=COMMIT_TAG_OR_BRANCH,...; others: as recorded, at first main. A source "
-        "may be `tokenizer`",
+        "hub revisions, SOURCE=COMMIT_TAG_OR_BRANCH,...; SOURCE may be `tokenizer`. Default: the revision of the "
+        "cache's last build, at first main",
     )
     partitions: int = _setting(
         1,
-        "parts that a cache is built in, each alone and on any machine; they decide the order of its tokens. 1: not "
-        "partitioned",
+        "number of partitions of each cache; each can be built alone, on any machine. It decides the order of the "
+        "tokens. 1: no partitions",
         least=1,
         most=100_000,
     )
     lock: str = _setting(
         "auto",
-        "how builders lock the folder of caches: flock, lease (where flock does not reach other machines), or auto, as "
-        "the folder says, flock at first. Never changes the output",
+        "how a build locks the folder of caches: flock; lease, for file systems where flock does not reach other "
+        "machines; auto: as before in this folder, at first flock. Never changes the output",
     )
     accept_code: bool = _setting(
         False,
-        "continue partitions that were started with other versions of this program's format or of its libraries; "
-        "meta.json names them",
+        "continue partitions that another version of this format or of a library began; meta.json names the versions",
     )
-    threads: int = _setting(0, "tokenizer threads; 0: one per usable core. Never changes the output", least=0)
+    threads: int = _setting(0, "threads of the tokenizer; 0: all usable cores. Never changes the output", least=0)
 
     tokenizer: str | None = _setting(
-        None, "tokenizer to use instead of training one: a folder, a tokenizer.json, a SentencePiece model, a hub id"
+        None, "tokenizer to use: a folder, a tokenizer.json, a SentencePiece model, or a hub id. Default: train one"
     )
     engine: str = _setting(
-        "auto", "what encodes: auto, gigatoken, or reference, the tokenizer's own library. Never changes the output"
+        "auto", "library that encodes: gigatoken, reference (the tokenizer's own), or auto. Never changes the output"
     )
     tokenizer_kind: str = _setting(
-        "sentencepiece", "kind of a tokenizer trained here: sentencepiece, or bpe, a byte-level tokenizer.json"
+        "sentencepiece", "kind of tokenizer to train: sentencepiece, or bpe (a byte-level tokenizer.json)"
     )
     vocab_size: int = _setting(
-        16_000, "pieces of a tokenizer trained here, the four sentinels included (PR-03: ~16k)", least=1
+        16_000, "ids of a tokenizer trained here, the four sentinels included (PR-03: ~16k)", least=1
     )
-    model_type: str = _setting("unigram", "SentencePiece model type of a tokenizer trained here (PR-01)")
-    normalization: str = _setting("identity", "SentencePiece normalization rule; identity keeps every text as it is")
+    model_type: str = _setting("unigram", "SentencePiece model type to train: unigram or bpe (PR-01)")
+    normalization: str = _setting("identity", "SentencePiece normalization rule; identity changes no text")
     character_coverage: float = _setting(
-        0.9999, "share of characters that get a piece; the others are encoded as bytes", least=0, most=1
+        0.9999, "share of characters with an id of their own; others are encoded as bytes", least=0, most=1
     )
     tokenizer_max_bytes: int = _setting(
-        100_000_000, "utf-8 bytes of text that a tokenizer is trained on, at most", least=1
+        100_000_000, "limit of the text that a tokenizer is trained on, in UTF-8 bytes", least=1
     )
 
     retrain_tokenizer: bool = _setting(
-        False, "train a tokenizer on the sources of this build in place of the one that the folder of caches has"
+        False, "train a new tokenizer on this build's sources, and replace the one in the folder of caches"
     )
 
-    shard_bytes: int = _setting(2**27, "bytes of a pretrain shard: 128 MiB (PR-03)", least=2)
+    shard_bytes: int = _setting(2**27, "bytes of a pretrain shard (128 MiB) (PR-03)", least=2)
     shuffle_buffer: int = _setting(10_000, "documents in the shuffle buffer of fineweb_edu; 0: none (PR-03)", least=0)
     document_start: str | None = _setting(
         None,
-        "token before each document but wikitext's lines: none, auto (what the post-processor of a tokenizer.json "
-        "writes before a text), or a token such as <bos>; not given: none, with a warning where auto has one",
+        "token before each document, except wikitext's lines: none; auto: the one that a tokenizer.json adds before "
+        "a text; or a token such as <bos>. Default: none, with a warning if auto would add one",
     )
     document_end: str = _setting(
         "auto",
-        "token after each document but wikitext's lines: auto (the end-of-text sentinel, without it the tokenizer's "
-        "eos), eot, eos, none, or a token such as <|endoftext|>",
+        "token after each document, except wikitext's lines: eot (the sentinel <|eot|>), eos (the tokenizer's), auto "
+        "(eot if there is one, else eos), none, or a token such as <|endoftext|>",
     )
     chat_template: str | None = _setting(
         None,
-        "template of sft caches: tokenizer (the one in its folder), or a file of jinja; none: the project's own",
+        "template of sft caches: tokenizer (from its folder), or a Jinja file. Default: niels-gpt's own",
     )
     loss_on: str = _setting(
         "assistant",
-        "turns of the assistant that carry loss with a chat_template: assistant (those without tool calls), tool_calls "
-        "(those with), assistant,tool_calls (all), or last (the last one)",
+        "assistant turns that carry loss, with --chat-template: assistant (turns without tool calls), tool_calls "
+        "(turns with them), assistant,tool_calls (all), or last (the last one)",
     )
     on_special: str = _setting(
-        "drop", "text that holds a special token: drop (counted), raise, or text (encoded as plain text, counted)"
+        "drop", "text that contains a special token: drop it, raise an error, or encode it as plain text; counted"
     )
 
     fineweb_edu_dataset: str = _setting("HuggingFaceFW/fineweb-edu", "dataset id (PR-03)")
@@ -135,59 +132,53 @@ class Settings:
     wikitext_dataset: str = _setting("Salesforce/wikitext", "dataset id")
     wikitext_config: str = _setting("wikitext-103-raw-v1", "dataset config (PR-02)")
 
-    roam_dir: str = _setting(
-        "data/roam", "folder of markdown notes where source_root is hub; a mirror has its own roam/"
-    )
-    roam_val_frac: float = _setting(0.10, "share of the notes that goes to val, by file (PR-02)", least=0, most=1)
+    roam_dir: str = _setting("data/roam", "folder of Markdown notes, for --source-root hub; a mirror has its own roam/")
+    roam_val_frac: float = _setting(0.10, "share of the notes in val, by file (PR-02)", least=0, most=1)
 
     gutenberg_dataset: str = _setting("nikolina-p/gutenberg_clean_en_splits", "dataset id (PR-02)")
-    gutenberg_from_hub: bool = _setting(False, "stream gutenberg from the hub; off: there, the cache is a stub (PR-03)")
-    gutenberg_shuffle_buffer: int = _setting(
-        0, "books in the shuffle buffer; 0: none, for a book takes about 0.5 MB", least=0
+    gutenberg_from_hub: bool = _setting(
+        False, "stream gutenberg from the hub; without it, its cache is empty there (PR-03)"
     )
+    gutenberg_shuffle_buffer: int = _setting(0, "books in the shuffle buffer, about 0.5 MB each; 0: none", least=0)
     gutenberg_train_tokens: int = _setting(200_000_000, "token budget of train", least=0)
     gutenberg_val_tokens: int = _setting(5_000_000, "token budget of val", least=0)
 
-    sft_val_frac: float = _setting(0.10, "share of the examples that goes to val (PR-03)", least=0, most=1)
+    sft_val_frac: float = _setting(0.10, "share of the examples in val (PR-03)", least=0, most=1)
     dolly_dataset: str = _setting("databricks/databricks-dolly-15k", "dataset id (PR-02)")
     dolly_include_system: bool = _setting(False, "start each dolly chat with a system message (PR-02)")
     oasst1_dataset: str = _setting("OpenAssistant/oasst1", "dataset id (PR-02)")
-    oasst1_english_only: bool = _setting(True, "keep only messages whose language is en (PR-02)")
-    oasst1_max_messages: int = _setting(32, "messages of a thread, at most (PR-02)", least=1)
+    oasst1_english_only: bool = _setting(True, "keep only English messages (PR-02)")
+    oasst1_max_messages: int = _setting(32, "limit of a thread's messages (PR-02)", least=1)
 
     pretrain: str | None = _setting(
-        None, "text of your own, NAME=GLOB[:FIELD]: makes the cache pretrain/NAME; several are separated by ';'"
+        None, "your own text: NAME=GLOB[:FIELD] builds pretrain/NAME; several are separated by ';'"
     )
-    sft: str | None = _setting(None, "chats of your own, NAME=GLOB: makes the cache sft/NAME; several: as pretrain")
+    sft: str | None = _setting(None, "your own chats: NAME=GLOB builds sft/NAME; several are separated by ';'")
     rollouts: str | None = _setting(
-        None, "recorded rollouts of your own, NAME=GLOB: makes the cache rollouts/NAME; several: as pretrain"
+        None, "your own recorded rollouts: NAME=GLOB builds rollouts/NAME; several are separated by ';'"
     )
     as_text: str | None = _setting(
-        None, "suffixes of more files to read as plain text of your own, separated by ',': .py,.tex"
+        None, "more suffixes of your own files to read as plain text, separated by ',': .py,.tex"
     )
-    sources_file: str = _setting(
-        "sources.toml", "file that names more of your own text, chats and rollouts, if it is there"
-    )
+    sources_file: str = _setting("sources.toml", "file that lists more sources of your own, if it exists")
     licence: str | None = _setting(
-        None, "licence of a source's text in place of what its dataset card or sources.toml says, SOURCE=TEXT;..."
+        None, "licence of a source, instead of its dataset card's or the one in sources.toml: SOURCE=TEXT;..."
     )
-    attribution: str | None = _setting(None, "whom to name for a source's text, SOURCE=TEXT;...")
-    own_val_frac: float = _setting(0.10, "share of the documents of your own text that goes to val", least=0, most=1)
-    rollouts_val_frac: float = _setting(
-        0.0, "share of the groups of your own rollouts that goes to val, by id", least=0, below=1
-    )
+    attribution: str | None = _setting(None, "whom to credit for a source: SOURCE=TEXT;...")
+    own_val_frac: float = _setting(0.10, "share of your own documents in val", least=0, most=1)
+    rollouts_val_frac: float = _setting(0.0, "share of your own rollouts in val, by group id", least=0, below=1)
     rollouts_vocab_size: int = _setting(
         0,
-        "ids of the model that your own rollouts are of; samples with larger ones are dropped. 0: not known",
+        "vocabulary size of the model that made your own rollouts; samples with larger ids are dropped. 0: unknown",
         least=0,
         most=2**31,
     )
 
     eagle3_target: str | None = _setting(
-        None, "folder or hub id of the target of eagle3/targets; none: a small random Llama, for the sample only"
+        None, "target model of eagle3/targets: folder or hub id. Default: a small random Llama, for the sample only"
     )
     eagle3_source: str = _setting(
-        "dolly15k", "chats of eagle3/targets: dolly15k, oasst1, a source of your own, or files of chats or rows"
+        "dolly15k", "chats of eagle3/targets: dolly15k, oasst1, a source of your own, or files of chats or ids"
     )
     eagle3_document_start: str | None = _setting(
         None,
@@ -226,17 +217,17 @@ class Settings:
         None, "where the target runs: cpu or cuda; none: cuda if available. It never causes a rebuild"
     )
     eagle3_check_samples: int = _setting(
-        2, "samples that the check of eagle3/targets runs through the target once more; 0: none", least=0
+        2, "samples of eagle3/targets to run through the target again, as a check; 0: none", least=0
     )
 
-    disk_check: bool = _setting(True, "refuse a build that does not fit on the disk, before it starts")
-    deep_checks: bool = _setting(False, "also check the sha256 of every file of a finished cache")
+    disk_check: bool = _setting(True, "refuse a build that would not fit on the disk, before it starts")
+    deep_checks: bool = _setting(False, "also check the sha256 of every file after the build")
     max_dropped_share: float = _setting(
-        0.05, "warn where a larger share of the documents or examples was dropped", least=0, most=1
+        0.05, "warn if a larger share of the documents or examples is dropped", least=0, most=1
     )
 
     def __post_init__(self) -> None:
-        """Refuse what nothing can be built with, before anything is. Raises: ValueError naming the flag."""
+        """Check the values before a build starts. Raises: ValueError that names the flag."""
         if self.chat_template is None and self.loss_on != Settings.loss_on:
             raise ValueError(
                 f"loss_on (--loss-on) is {self.loss_on!r}, and no chat_template is named: in the project's own "

@@ -44,15 +44,16 @@ def build_pretrain_cache(
     texts: one document each; by default the shards are exactly the concatenated `tokenizer.encode(text)` (D4).
     max_train_tokens, max_val_tokens: budgets in tokens. A hash of seed and text decides the split, and the share of val
         is max_val_tokens / both (D5).
-    shuffle_buffer: documents in the shuffle buffer; None: keep the order of the stream.
+    shuffle_buffer: documents in the shuffle buffer; None: the order of the stream.
     document_start, document_end: tokens that begin and end each document, see `build_pretrain`; "eot" is the
         end-of-text sentinel.
     on_special: drop and count a text that holds a special token ("drop"), raise ValueError ("raise"), or encode it as
         plain text ("text").
     num_threads: threads that encode; 0: the caller's thread. executor: any concurrent.futures.Executor that encodes
         instead. Neither changes the output.
-    Raises: ValueError for bad arguments, or an empty train split; CacheError while another process builds here, if
-        `out_dir` is no cache, or if documents changed since a killed run; RuntimeError if the engine fails.
+    Raises: ValueError for bad arguments; NoTextError E303 for an empty train split; CacheError E503 while another
+        process builds here, E504 if `out_dir` is no cache, E505 for a damaged unfinished build, E306 if documents
+        changed since a killed run; WorkerDied E506, ForkedBuild E508.
     """
     build_pretrain(
         ((None, text) for text in texts),
@@ -93,8 +94,9 @@ def build_sft_cache(
     idx has one int64 offset per example, in tokens; the last length follows from the file size (D3). Equal examples in
     equal order, seed and tokenizer give equal bytes. A killed build resumes when it is called again with the same
     examples and arguments.
-    Raises: ValueError for bad arguments, or if no example is left; CacheError while another process builds here, if
-        `out_dir` is no cache, or if examples changed since a killed run; RuntimeError if the engine fails.
+    Raises: ValueError for bad arguments; NoTextError E303 if no example is left; CacheError E503 while another process
+        builds here, E504 if `out_dir` is no cache, E505 for a damaged unfinished build, E306 if examples changed since
+        a killed run; WorkerDied E506, ForkedBuild E508.
     """
     build_sft(
         examples,

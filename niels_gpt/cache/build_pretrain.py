@@ -83,8 +83,9 @@ def build_pretrain(
     partition: `documents` belong to it; budgets and seed are of the whole cache. plan: sha256 of plan.json.
     committed: called with the meta after the commit; if it fails, the next run finishes this build. progress: called
         with documents read, tokens written, and tokens of both budgets.
-    Raises: ValueError for bad arguments, an empty train split, or a sentinel if on_special="raise"; CacheError while
-        another process builds here, if `out_dir` is no cache, or if documents changed since a killed run.
+    Raises: ValueError for bad arguments, or a sentinel if on_special="raise"; NoTextError E303 for an empty train
+        split; CacheError E503 while another process builds here, E504 if `out_dir` is no cache, E505 for a damaged
+        unfinished build, E306 if documents changed since a killed run; WorkerDied E506, ForkedBuild E508.
     """
     budget, source = TokenBudget({"train": max_train_tokens, "val": max_val_tokens}), source or Source()
     settings = _settings(split_rule, shard_bytes, on_special, partial, budget, shuffle_buffer or 0, val_frac)

@@ -233,8 +233,9 @@ def build_sft(
         in the stream is the id. Drops an example with a special token in its text, an unknown role, a content that is
         no text, or no assistant turn, and counts it in meta `dropped`.
     Takes the other arguments of `build_pretrain`; progress gets no expected tokens.
-    Raises: ValueError for bad arguments, or if no example is left; CacheError while another process builds here, if
-        `out_dir` is no cache, or if examples changed since a killed run; RuntimeError if the engine fails.
+    Raises: ValueError for bad arguments; NoTextError E303 if no example is left; CacheError E503 while another process
+        builds here, E504 if `out_dir` is no cache, E505 for a damaged unfinished build, E306 if examples changed since
+        a killed run; WorkerDied E506, ForkedBuild E508.
     """
     if not 0 <= val_frac < 1:
         raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")

@@ -108,8 +108,9 @@ def build_templated_sft(
     on_special: for a chat with the literal of a special token: "drop" it, or "raise" ValueError.
     num_threads: 0: render and encode in the caller's thread; else beside the reading. Never changes the bytes.
     Takes the other arguments of `build_pretrain`; progress gets no expected tokens.
-    Raises: ValueError for bad arguments, an unusable template, or if no chat with a target is left; CacheError while
-        another process builds here, if `out_dir` is no cache, or if chats changed since a killed run.
+    Raises: ValueError for bad arguments or an unusable template; NoTextError E303 if no chat with a target is left;
+        CacheError E503 while another process builds here, E504 if `out_dir` is no cache, E505 for a damaged unfinished
+        build, E306 if chats changed since a killed run; ForkedBuild E508.
     """
     if not 0 <= val_frac < 1:
         raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")

@@ -1,4 +1,7 @@
-"""Build several caches in one process: which ones, one after the other, each checked; and what is printed of it."""
+"""Build several caches in one process, one after the other, check each, and print the results.
+
+Decides which caches a command line names, and what is refused or left out before the first build.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,17 @@ from typing import Any
 
 import click
 
-from niels_gpt.commands.console import ExitCode, Result, exit_code_of, print_error, print_warning, progress_bar, say
+from niels_gpt.commands.console import (
+    ExitCode,
+    Result,
+    escaped,
+    exit_code_of,
+    print_error,
+    print_warning,
+    progress_bar,
+    say,
+    tell,
+)
 from niels_gpt.commands.report import checked, listed, notices, outcome_line, outcomes_table, plan_table, snapshot_lines
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.kinds.kind import Kind, has_partitions, kind_of_key, look_command
@@ -45,11 +58,11 @@ from niels_gpt.storage.meta_json import shortened
 from niels_gpt.work import Progress
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-_SHOWN = 3  # entries in a warning
+_SHOWN = 3  # entries that a warning names
 
 
 class UnknownSourceError(UsageError):
-    """A source that was asked for does not exist, or none was asked for."""
+    """An unknown source, or no source at all."""
 
     code = "E103"
 
@@ -64,15 +77,16 @@ def build_caches(
     yes: bool = False,
     in_partitions: Callable[..., Outcome] | None = None,
 ) -> Result:
-    """Build caches and print what was built, or with `dry_run` what would be. sources: None for all.
+    """Build caches and print the results; with `dry_run`, print the plan instead.
 
-    yes: see `agreed`. in_partitions: see `build_each`.
-    Raises: UsageError where there are to be partitions, and none of the caches can have them; as `build_each`.
+    sources: names, or None for all. yes: see `agreed`. in_partitions: see `build_each`.
+    Raises: UsageError for --partitions if no named cache can have partitions, for unknown sources, and where
+        `agreed` refuses; NoRoomError E501 if the caches do not fit on the disk.
     """
     chosen = chosen_keys(settings, sources)
     if settings.partitions > 1 and not any(map(has_partitions, chosen)):
         have = "only caches of text, chats and recorded rollouts, and eagle3/targets, have partitions"
-        raise UsageError(f"--partitions {settings.partitions}: {have}, not {', '.join(chosen)}. Leave it out")
+        raise UsageError(f"--partitions {settings.partitions}: {have}, not {', '.join(chosen)}. Leave the flag out")
     settings = with_all_asked(settings, explicit_options())
     if dry_run:
         return _planned(settings, chosen, of_all=sources is None)
@@ -96,16 +110,16 @@ def build_caches(
 
 
 def explicit_options() -> list[str]:
-    """Return the options that the user has written on the command line, by the names of their settings."""
+    """Return the settings whose options are on the command line."""
     context = click.get_current_context(silent=True)
     written = click.core.ParameterSource.COMMANDLINE
     return [] if context is None else [name for name in context.params if context.get_parameter_source(name) is written]
 
 
 def agreed(settings: Settings, chosen: Sequence[str], *, yes: bool) -> None:
-    """Ask, on a terminal, before a tokenizer is replaced that finished caches need which are not among the chosen.
+    """Ask before the build replaces a tokenizer that other finished caches need. `yes` answers the question.
 
-    yes: the user has agreed already. Raises: UsageError where nobody can be asked, and where the answer is no.
+    Raises: UsageError E412 if the answer is no, or there is no terminal to ask on.
     """
     if yes or not any(needs_tokenizer(settings, key) for key in chosen):
         return
@@ -125,10 +139,9 @@ def agreed(settings: Settings, chosen: Sequence[str], *, yes: bool) -> None:
 def _unmatched(
     settings: Settings, outcomes: Sequence[Outcome], failures: Mapping[str, Exception]
 ) -> dict[str, list[str]]:
-    """Warn of entries of --exclude that named nothing; returns them, ready for JSON.
+    """Warn (W313) of entries of --exclude that match no document, and return them, ready for JSON.
 
-    Returns {} where they are not known: not every source was read from its beginning in this process. Where one was
-    read to compare another list, the entries of both are not known.
+    Returns {} if they are unknown: this process has not read every source from its beginning.
     """
     if settings.exclude is None or failures or settings.partitions > 1:
         return {}
@@ -142,19 +155,19 @@ def _unmatched(
     if unmatched:
         shown = ", ".join(map(shortened, unmatched[:_SHOWN])) + (", ..." if len(unmatched) > _SHOWN else "")
         number = f"{len(unmatched):,} of its {len(exclusion.entries):,} entries"
-        print_warning("W313", f"{settings.exclude}: {number} name nothing that was read: {shown}")
+        print_warning("W313", f"{settings.exclude}: {number} match no document: {shown}")
     return {"unmatched_exclude": unmatched}
 
 
 def bar_of(key: str) -> AbstractContextManager[Progress]:
-    """Return a progress callback for the build of a cache."""
+    """Return a context that yields a progress callback for the build of a cache."""
     return progress_bar(key, items=(kind_of_key(key) or Kind).counted)
 
 
 def built_rows(
     settings: Settings, outcomes: Sequence[Outcome], failures: Mapping[str, Exception]
 ) -> list[dict[str, Any]]:
-    """Return a row for each cache, ready for JSON: those of `listed`, and the error of each that failed."""
+    """Return the rows of `listed`, and a row with the error for each failed cache, ready for JSON."""
     failed = [
         {"key": key, "state": "failed", "error": {"code": code_of(error), "message": str(error)}}
         for key, error in failures.items()
@@ -175,7 +188,7 @@ def _planned(settings: Settings, chosen: list[str], *, of_all: bool) -> Result:
 
 
 def print_built(outcomes: Sequence[Outcome], failures: Mapping[str, Exception] = MappingProxyType({})) -> None:
-    """Print a table; of one cache a line, after that of a new tokenizer."""
+    """Print a table of the caches; for a single cache one line, after a line for a new tokenizer."""
     caches = [outcome for outcome in outcomes if outcome.key != TOKENIZER_KEY]
     if failures or len(caches) != 1:
         say(outcomes_table(outcomes, failures))
@@ -185,7 +198,7 @@ def print_built(outcomes: Sequence[Outcome], failures: Mapping[str, Exception] =
 
 
 def _look(settings: Settings, outcomes: Sequence[Outcome]) -> str:
-    """Return the command that looks into the last cache; of those that are built last only where there is no other."""
+    """Return the command that looks into the last cache; an eagle3 cache only if there is no other."""
     built = [outcome.key for outcome in outcomes if outcome.key != TOKENIZER_KEY and outcome.meta.get("built", True)]
     built.sort(key=lambda key: key not in HOME_OF)
     if not built:
@@ -194,15 +207,15 @@ def _look(settings: Settings, outcomes: Sequence[Outcome]) -> str:
 
 
 def print_failures(failures: Mapping[str, Exception]) -> ExitCode:
-    """Print a line for each failed cache; returns the exit code."""
+    """Print a line for each failed cache, and return the exit code."""
     for key, failure in failures.items():
-        is_own = isinstance(getattr(failure, "code", None), str)  # its message says it all
+        is_own = isinstance(getattr(failure, "code", None), str)  # its message needs no class name
         print_error(failure, of=f"{key}: " if is_own else f"{key}: {type(failure).__name__}: ")
     return max(map(exit_code_of, failures.values()), default=ExitCode.GOOD)
 
 
 def take(settings: Settings, source: str, dest: Path, tokens: int | None) -> Result:
-    """Take a snapshot, and print what it holds and how to build from it."""
+    """Take a snapshot, and print its contents and the command that builds from it."""
     from niels_gpt.recipes.snapshot import take_snapshot
 
     _return_large_blocks()
@@ -214,11 +227,11 @@ def take(settings: Settings, source: str, dest: Path, tokens: int | None) -> Res
 
 
 def chosen_keys(settings: Settings, sources: Sequence[str] | None) -> list[str]:
-    """Return the keys of some sources and of those of the settings' lines, such as --pretrain. None: of all.
+    """Return the keys of some sources, and of the sources in settings such as --pretrain. sources: None for all.
 
-    A name is that of the cache of tokens: oasst1 is sft/oasst1; trees/oasst1 and those of eagle3 are named by their
-    keys, and those of eagle3 come last.
-    Raises: UnknownSourceError; UsageError for a line of a setting that cannot be parsed.
+    A source's name stands for its cache of tokens: oasst1 is sft/oasst1. Other caches are named by their keys, such as
+    trees/oasst1. The eagle3 caches come last.
+    Raises: UnknownSourceError E103; UsageError for a setting that cannot be parsed.
     """
     stated_credit(settings, "")
     known, of_tokens = every_recipe(settings), recipes(settings)
@@ -235,7 +248,7 @@ def chosen_keys(settings: Settings, sources: Sequence[str] | None) -> list[str]:
 
 
 def _names(known: Iterable[str]) -> list[str]:
-    """Return how the caches are named on a command line: by their source, or by the key where that is taken."""
+    """Return the names of caches on a command line: the source, or the key if another cache has that name."""
     keys: dict[str, str] = {}
     for key in known:
         keys.setdefault(key if key in HOME_OF or key.split("/")[1] in keys else key.split("/")[1], key)
@@ -254,17 +267,16 @@ def build_each(
     in_partitions: Callable[..., Outcome] | None = None,
     bar: Callable[[str], AbstractContextManager[Any]],
 ) -> None:
-    """Build the tokenizer, if a cache needs one, and then each cache, and check it. Warnings go to stderr.
+    """Build the tokenizer if a cache needs one, then build and check each cache. Prints warnings to stderr.
 
-    outcomes: receives what was built, the tokenizer included. failures: receives the errors by a cache's key; one
-        failing source does not stop the others.
-    refresh: ask the hub for its newest revisions. restart: build each from scratch. of_all: leave out, with a warning,
-        the caches of chats that the tokenizer has no sentinels for, and those of eagle3 where they are not configured;
-        else each of them fails.
-    in_partitions: builds and seals a cache in partitions, as its recipe does in this process; called with settings,
-        name (the key), refresh and progress.
-    bar: gives a progress callback, or None, for the time of one build.
-    Raises: as `check_early` and `stage_tokenizer`.
+    outcomes: receives the finished caches, the tokenizer included. failures: receives errors by key; after a failed
+        cache the others are built.
+    refresh: use the hub's newest revisions. restart: build from scratch. of_all: leave out with a warning chats that
+        the tokenizer has no sentinels for, and eagle3 caches without a target; otherwise they fail.
+    in_partitions: builds and seals a cache in partitions instead of its recipe, which does so in this process; called
+        with settings, name (the key), refresh and progress.
+    bar: returns a context that yields a progress callback, or None, for one build.
+    Raises: ValueError and OSError of the tokenizer and of settings that no cache of a family can be built with.
     """
     chosen = _configured(settings, chosen, failures, of_all=of_all)
     found = _resolved(settings, [key for key in chosen if key not in HOME_OF])
@@ -282,7 +294,7 @@ def build_each(
         print_warning("W505", f"{', '.join(whole)}: {BUILT_WHOLE}")
     for key, recipe in ((key, known[key]) for key in chosen if key not in left_out):
         if tokenizer is not None and installed.resolve() == tokenizer.path.resolve():
-            settings = replace(settings, retrain_tokenizer=False)  # it is installed by now
+            settings = replace(settings, retrain_tokenizer=False)  # it is trained and installed by now
         if in_partitions is not None and key not in whole and has_partitions(key):
             recipe = partial(in_partitions, name=key)
         with bar(key) as progress:
@@ -299,14 +311,14 @@ def build_each(
                 logging.debug("%s failed", key, exc_info=True)
     if tokenizer is not None and tokenizer.path.resolve() != installed.resolve():
         state = "stays as it was" if os.path.lexists(installed) else "is not there yet"
-        print(f"{installed} {state}: no cache was built with the new tokenizer", file=sys.stderr)
+        tell(escaped(f"{installed} {state}: no cache was built with the new tokenizer"))
         outcomes.remove(tokenizer)
 
 
 def _staged(settings: Settings, chosen: Sequence[str], *, refresh: bool) -> Outcome | None:
-    """Return the tokenizer of the chosen caches, which is made if it is not there; None where no cache needs one.
+    """Return the tokenizer of the chosen caches, trained if it is missing; None if no cache needs one.
 
-    Before it is made, what no cache of a chosen family can be built with is refused.
+    Settings that no cache of a chosen family can be built with are refused first.
     """
     for family in {family_of(key) for key in chosen if key not in HOME_OF}:
         family.check_early(settings)
@@ -320,7 +332,7 @@ def _staged(settings: Settings, chosen: Sequence[str], *, refresh: bool) -> Outc
 def _configured(
     settings: Settings, chosen: Sequence[str], failures: dict[str, Exception], *, of_all: bool
 ) -> Sequence[str]:
-    """Return the chosen keys without those that their home cannot build, which are failures, or left out."""
+    """Return the keys that can be built. The others become failures; with `of_all` they are left out with a warning."""
     problems = {key: problem for key in chosen if key in HOME_OF and (problem := HOME_OF[key].left_out(settings))}
     if not of_all:
         failures.update(problems)
@@ -331,7 +343,7 @@ def _configured(
 
 
 def _without_sentinels(settings: Settings, chosen: Sequence[str], tokenizer: Outcome) -> list[str]:
-    """Return the chosen keys that the tokenizer has no sentinels for, and print a warning that names them."""
+    """Return the chosen keys that need sentinels which the tokenizer lacks, and warn of them."""
     ids = tokenizer.meta["special_token_ids"]
 
     def lacks(key: str) -> bool:
@@ -347,7 +359,7 @@ def _without_sentinels(settings: Settings, chosen: Sequence[str], tokenizer: Out
 
 
 def _resolved(settings: Settings, keys: Iterable[str]) -> dict[str, ResolvedSource]:
-    """Return the sources of caches as they are before the first build, by key, without those whose build will fail."""
+    """Return the sources of caches by key, as they are before the first build; without those that cannot be read."""
     found = {}
     for key in keys:
         with contextlib.suppress(OSError, ValueError):  # the build of that source reports it
@@ -356,7 +368,7 @@ def _resolved(settings: Settings, keys: Iterable[str]) -> dict[str, ResolvedSour
 
 
 def _refuse_without_room(settings: Settings, found: Mapping[str, ResolvedSource]) -> None:
-    """Refuse before the first byte is written what does not fit together: the caches that do not exist yet."""
+    """Refuse the build, before the first byte, if the caches that do not exist yet do not fit on the disk together."""
     root, tokenizer = cache_root(settings), None
     with contextlib.suppress(OSError, ValueError):  # the build of the tokenizer reports it
         tokenizer = usable_tokenizer(settings)
@@ -375,8 +387,8 @@ def _refuse_plans_without_room(settings: Settings, plans: Sequence[Plan]) -> Non
 def _return_large_blocks() -> None:
     """Let glibc return every freed block of 1 MiB and more to the system at once.
 
-    By default it raises that bound up to 32 MiB, and the holes that encoding long documents leaves add up: 80 books
-    instead of 8 cost 43 MiB more at the peak, and 15 MiB more with a fixed bound.
+    By default glibc raises this bound up to 32 MiB, and the holes left by long documents add up: 80 books instead of 8
+    cost 43 MiB more at the peak, but only 15 MiB more with a fixed bound.
     """
     with contextlib.suppress(OSError, AttributeError):  # another libc: nothing is lost
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)

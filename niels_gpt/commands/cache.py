@@ -1,6 +1,6 @@
-"""Build token caches and look into them: the commands of python -m niels_gpt.cache.cli, and their flags.
+"""Build caches and look into them: the commands of python -m niels_gpt.cache.cli, and their flags.
 
-The builds themselves are in build.py. Heavy modules are imported by the functions, so that --help answers at once.
+build.py runs the builds. The functions import heavy modules themselves, so that --help answers at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KEPT = ". What was finished is kept; the same command resumes the build in progr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run python -m niels_gpt.cache.cli with arguments, default those of the process; returns the exit status."""
+    """Run python -m niels_gpt.cache.cli and return its exit status. argv: default sys.argv."""
     return run(FACE, argv, "python -m niels_gpt.cache.cli", {**OF_FACES, ExitCode.INTERRUPTED: 1})
 
 
@@ -51,15 +51,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _how_to_build(function: Callable[..., Any]) -> Callable[..., Any]:
     for decorate in (
-        option("--refresh", is_flag=True, help="ask the hub for its newest revisions", panel="Build"),
+        option("--refresh", is_flag=True, help="use the newest revisions of the hub", panel="Build"),
         option(
             "--restart",
             is_flag=True,
-            help="build from scratch; with --partition of a sealed cache, mend its files",
+            help="build from scratch; with --partition of a sealed cache, repair its files",
             panel="Build",
         ),
-        option("--dry-run", is_flag=True, help="print what would be built and the disk it needs", panel="Build"),
-        option("--yes", is_flag=True, hidden=True, help="replace a tokenizer that other caches need", panel="Build"),
+        option("--dry-run", is_flag=True, help="print the planned builds and the disk space they need", panel="Build"),
+        option(
+            "--yes",
+            is_flag=True,
+            hidden=True,
+            help="replace a tokenizer that other caches need, without asking",
+            panel="Build",
+        ),
     ):
         function = decorate(function)
     return function
@@ -67,26 +73,26 @@ def _how_to_build(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @command(
     "build",
-    "Build some caches, or all with --all.\n\nWhat is up to date stays as it is; an interrupted build is resumed.",
+    "Build some caches, or all with --all.\n\nCaches that are up to date are left alone; interrupted builds resume.",
     kept=KEPT,
-    examples="""niels-gpt build --all --source-root sample             every cache, from the bundled sample
-niels-gpt build oasst1 wikitext --seed 7               two caches, from the hub
+    examples="""niels-gpt build --all --source-root sample             every cache from the bundled sample
+niels-gpt build oasst1 wikitext --seed 7               two caches from the hub
 niels-gpt build --pretrain notes='notes/**/*.md'       a cache of your own text: pretrain/notes
-niels-gpt build --all --source-root MIRROR --dry-run   what would be built, and the disk it needs""",
+niels-gpt build --all --source-root MIRROR --dry-run   the plan and the disk space it needs""",
 )
 @argument(
     "source",
     nargs=-1,
     shell_complete=source_names,
     panel="What",
-    help=f"{', '.join((*SOURCES, *home_keys()))}, or yours",
+    help=f"{', '.join((*SOURCES, *home_keys()))}, or a source of your own",
 )
-@option("--all", "is_all", is_flag=True, help="every cache; of eagle3 where a target is named", panel="What")
-@option("--partition", type=int, metavar="I", help="build partition I alone, from 0, of --partitions", panel="Build")
+@option("--all", "is_all", is_flag=True, help="every cache; the eagle3 ones only with --eagle3-target", panel="What")
+@option("--partition", type=int, metavar="I", help="build only partition I of --partitions, from 0", panel="Build")
 @option(
     "--dask",
     metavar="WHERE",
-    help="build --partitions on the workers of a Dask cluster: tcp://HOST:PORT, or local:N for N processes here",
+    help="build the partitions on a Dask cluster: tcp://HOST:PORT, or local:N for N processes here",
     panel="Build",
 )
 @_how_to_build
@@ -101,18 +107,18 @@ def build(
     yes: bool,
     **given: Any,
 ) -> Result:
-    """Build what was named."""
+    """Build the named caches."""
     from niels_gpt.commands.build import build_caches
     from niels_gpt.commands.partitions import build_one, on_dask
 
     if is_all and (source or partition is not None):
-        other = f"{source[0]} is named" if source else "--partition is of one of them"
-        raise click.UsageError(f"--all builds every source, and {other} too: leave out one of them")
+        other = source[0] if source else "--partition"
+        raise click.UsageError(f"--all builds every cache: leave out --all or {other}")
     settings, chosen = settings_of(given), None if is_all else source
     if partition is not None and dask is not None:
-        raise click.UsageError("--partition builds one partition here, and --dask all of them elsewhere: leave out one")
+        raise click.UsageError("--partition builds one partition here, --dask all on a cluster: leave out one of them")
     if partition is not None and dry_run:
-        raise click.UsageError("--dry-run shows the partitions of a cache together: leave out --partition")
+        raise click.UsageError("--dry-run shows all partitions of a cache: leave out --partition")
     if partition is not None:
         return build_one(settings, source, partition, refresh=refresh, restart=restart, yes=yes)
     elsewhere = None if dask is None else on_dask(settings, dask)
@@ -120,7 +126,7 @@ def build(
     return build_caches(settings, chosen, **how, in_partitions=elsewhere)
 
 
-@command("build-all", "Build every cache, those of eagle3 too where a target is named.", kept=KEPT)
+@command("build-all", "Build every cache; the eagle3 ones only with --eagle3-target.", kept=KEPT)
 @_how_to_build
 def build_all(dry_run: bool, refresh: bool, restart: bool, yes: bool, **given: Any) -> Result:
     """Build everything."""
@@ -131,22 +137,22 @@ def build_all(dry_run: bool, refresh: bool, restart: bool, yes: bool, **given: A
 
 @command(
     "snapshot",
-    "Keep the raw text of a hub source once, for builds without network.\n\n"
-    "Builds with --source-root DEST read it instead of the hub. The same command resumes an interrupted snapshot, and "
-    "with more tokens extends it; rows that it has are read again from the hub, but not written.",
-    kept=". The files that were finished are kept; the same command resumes",
+    "Save a source of the hub to a folder, for builds without network.\n\n"
+    "Builds with --source-root DEST read the folder instead of the hub. The same command resumes an interrupted "
+    "snapshot; with more --tokens it extends one. It then reads the rows it has once more, but does not write them.",
+    kept=". Finished files are kept; the same command resumes",
     examples="niels-gpt snapshot fineweb_edu MIRROR --tokens 205M",
 )
 @argument("source", shell_complete=lambda *_: list(SPLITS), help=f"one of {', '.join(SPLITS)}")
-@argument("dest", type=FOLDER, help="folder of the mirror; other sources may be there")
+@argument("dest", type=FOLDER, help="folder of the mirror; one folder can hold several sources")
 @option(
     "--tokens",
     type=parsed(number_of_tokens),
     metavar="N",
-    help="for builds of so many tokens, as 205M; both token budgets if not given",
+    help="enough text for N tokens, such as 205M; default: the token budgets of train and val",
 )
 def snapshot(source: str, dest: Path, tokens: int | None, **given: Any) -> Result:
-    """Keep raw text."""
+    """Take a snapshot."""
     from niels_gpt.commands.build import take
 
     return take(settings_of(given), source, dest, tokens)
@@ -160,21 +166,19 @@ settings_options(snapshot, only=READS)
 # --- look inside ------------------------------------------------------------------------------------------------------
 
 _CACHE = argument("cache", type=FOLDER, help="folder of a cache, such as cache/sft/oasst1")
-_TOKENIZER = option("--tokenizer", metavar="MODEL", help="file or folder; the one beside the cache if not given")
+_TOKENIZER = option("--tokenizer", metavar="MODEL", help="file or folder; default: the tokenizer beside the cache")
 _SPLIT = click.Choice(["train", "val"])
-_LOCATED = 2_000  # tokens that are printed where --tokens does not say how many
+_SHOWN = 200  # tokens
 
 
 def _most_tokens(default: int) -> Callable[..., Any]:
-    return option("--tokens", type=int, show_default=str(default), metavar="N", help="tokens to print, at most")
+    return option("--tokens", type=int, show_default=str(default), metavar="N", help="print at most N tokens")
 
 
-@command(
-    "list", "Print a table of the caches, and of those that readers refuse.", examples="niels-gpt list cache/sample"
-)
+@command("list", "List the caches in a folder; damaged ones are marked.", examples="niels-gpt list cache/sample")
 @argument("cache_dir", type=FOLDER, default="cache", help="folder of the caches, such as cache or cache/sample")
 def list_caches(cache_dir: Path) -> Result:
-    """Print what is there."""
+    """List the caches."""
     from niels_gpt.commands.build import print_failures
     from niels_gpt.commands.report import listed, outcomes_table
     from niels_gpt.recipes.records import recorded_outcomes
@@ -184,7 +188,7 @@ def list_caches(cache_dir: Path) -> Result:
     except FileNotFoundError:
         if not (cache_dir / "sample").is_dir():
             raise
-        cache_dir = cache_dir / "sample"  # nothing is built but the sample's caches
+        cache_dir = cache_dir / "sample"  # only the sample's caches are built
         outcomes, damaged = recorded_outcomes(cache_dir)
     rows = listed(cache_dir, outcomes, damaged)
     refused = {row["key"]: row["refused"] for row in rows if row["refused"]}
@@ -198,11 +202,11 @@ def list_caches(cache_dir: Path) -> Result:
 
 @command(
     "stats",
-    "Print the sizes, lengths, drops, source and licence of a cache.",
+    "Print a cache's sizes, lengths, dropped texts, source and licence.",
     examples="niels-gpt stats cache/sft/oasst1 --plot lengths.png",
 )
 @_CACHE
-@option("--plot", type=FOLDER, metavar="PNG", help="draw the lengths, and the share with loss, there")
+@option("--plot", type=FOLDER, metavar="PNG", help="draw the lengths and the share with loss into this file")
 def stats(cache: Path, plot: Path | None) -> Result:
     """Print the figures of a cache."""
     from niels_gpt.kinds import look
@@ -218,14 +222,14 @@ def stats(cache: Path, plot: Path | None) -> Result:
 
 @command(
     "show",
-    "Print a decoded piece of a cache: of chats an example with its loss mask, of rollouts a group.",
+    "Print a piece of a cache as text: a chat with its loss mask, a group of rollouts, or tokens.",
     examples="niels-gpt show cache/sft/oasst1 --split val --at 3",
 )
 @_CACHE
-@option("--split", type=_SPLIT, default="train", help="which split")
-@option("--at", type=int, default=0, metavar="N", help="token position, or number of an example or group")
+@option("--split", type=_SPLIT, default="train", help="split to read")
+@option("--at", type=int, default=0, metavar="N", help="number of the example, group or, in text, first token")
 @option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", help="auto: on a terminal")
-@_most_tokens(200)
+@_most_tokens(_SHOWN)
 @_TOKENIZER
 def show(cache: Path, split: str, at: int, color: str, tokens: int | None, tokenizer: str | None) -> Result:
     """Print a piece of a cache."""
@@ -233,7 +237,7 @@ def show(cache: Path, split: str, at: int, color: str, tokens: int | None, token
     from niels_gpt.kinds.folders import open_cache
 
     is_colored = color == "always" or (color == "auto" and is_color_wanted())
-    opened = open_cache(cache)  # a wrong path is reported before a missing tokenizer
+    opened = open_cache(cache)  # reports a wrong path before a missing tokenizer
     model = look.tokenizer_for(opened, tokenizer, is_needed=opened.kind.needs_tokenizer)
     most = opened.kind.shown if tokens is None else tokens
     where: dict[str, Any] = {"split": split, "position": at}
@@ -243,12 +247,12 @@ def show(cache: Path, split: str, at: int, color: str, tokens: int | None, token
 
 @command(
     "diff",
-    "Print in what two caches differ: settings and documents.\n\nThe exit code is 1 if they do.",
+    "Compare the settings and documents of two caches.\n\nThe exit code is 1 if they differ.",
     examples="niels-gpt diff cache/sft/oasst1 OTHER/sft/oasst1",
 )
 @argument("a", type=FOLDER, help="folder of a cache, or of one of its versions")
 @argument("b", type=FOLDER, help="folder of a cache, or of one of its versions")
-@option("--limit", type=int, default=10, metavar="N", help="documents named of each kind")
+@option("--limit", type=int, default=10, metavar="N", help="name at most N documents for each kind of difference")
 def diff(a: Path, b: Path, limit: int) -> Result:
     """Compare two caches."""
     from niels_gpt.commands.report import difference_lines
@@ -263,13 +267,13 @@ def diff(a: Path, b: Path, limit: int) -> Result:
 
 @command(
     "locate",
-    "Print the document at a token, and where it came from.",
+    "Find the document of a token: its text around the token, and its source.",
     examples="niels-gpt locate cache/pretrain/wikitext train 1_000_000",
 )
 @_CACHE
 @argument("split", type=_SPLIT, help="train or val")
-@argument("position", type=parsed(token_position), help="token of the split, from 0: 1_000_000")
-@_most_tokens(_LOCATED)
+@argument("position", type=parsed(token_position), help="number of the token in the split, from 0, such as 1_000_000")
+@_most_tokens(_SHOWN)
 @_TOKENIZER
 def locate(cache: Path, split: str, position: int, tokens: int | None, tokenizer: str | None) -> Result:
     """Print a document."""
@@ -278,7 +282,7 @@ def locate(cache: Path, split: str, position: int, tokens: int | None, tokenizer
 
     model = look.tokenizer_for(open_cache(cache), tokenizer)
     where: dict[str, Any] = {"split": split, "position": position}
-    most = _LOCATED if tokens is None else tokens
+    most = _SHOWN if tokens is None else tokens
     say(lambda: look.locate(cache, model, **where, num_tokens=most), is_safe=True)
     return Result(lambda: look.locate_data(cache, model, **where, num_tokens=tokens))
 
@@ -288,20 +292,20 @@ def locate(cache: Path, split: str, position: int, tokens: int | None, tokenizer
 
 @command(
     "verify",
-    "Name every damage of caches with its file and bytes.",
+    "Check caches for damage; names each damaged file and its bytes.",
     examples="niels-gpt verify cache --deep",
 )
 @argument("path", type=FOLDER, nargs=-1, required=True, help="a cache, or a folder of caches")
-@option("--deep", is_flag=True, help="read every file: checksums, ids, offsets, loss mask")
+@option("--deep", is_flag=True, help="read all bytes: checks checksums, ids, offsets and loss masks")
 def verify(path: tuple[Path, ...], deep: bool) -> Result:
-    """Look for damage."""
+    """Check caches."""
     from niels_gpt.commands.report import damage_lines
     from niels_gpt.kinds.folders import caches_of
     from niels_gpt.kinds.verify import find_damage
     from niels_gpt.recipes.records import TOKENIZER_KEY
 
     caches, errors = caches_of(path)
-    for error in errors.values():  # the others are looked at
+    for error in errors.values():  # the other caches are checked
         print_error(error)
     found = {name: [{"file": "", "offset": 0, "end": 0, "problem": str(error)}] for name, error in errors.items()}
     damaged: list[Path] = []
@@ -318,8 +322,10 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
 
 
 def _remedy(cache: Path, first: dict[str, Any]) -> str:
-    """Return the command that builds a damaged cache again, or the one partition that has the first damage; of a copy,
-    and of another program's cache, nothing."""
+    """Return the command that rebuilds a damaged cache, or the partition with the first damage.
+
+    Returns "" for a copy and for a cache that another program wrote.
+    """
     from niels_gpt.paths import FAMILIES
     from niels_gpt.recipes.records import TOKENIZER_KEY
     from niels_gpt.recipes.unit_plans import partition_at
@@ -336,12 +342,12 @@ def _remedy(cache: Path, first: dict[str, Any]) -> str:
     return rebuild_command(cache, partition_at(cache, first["file"], first["offset"], first["end"]))
 
 
-@command("gc", "Remove old versions and dead builds.", examples="niels-gpt gc cache --dry-run")
+@command("gc", "Remove old versions of caches and leftovers of killed builds.", examples="niels-gpt gc cache --dry-run")
 @argument("cache_dir", type=FOLDER, help="folder of the caches, such as cache")
-@option("--dry-run", is_flag=True, help="print what would be removed")
-@option("--unsealed", is_flag=True, help="remove partitions that are not sealed yet, though they are not a week old")
+@option("--dry-run", is_flag=True, help="print what would be removed, and remove nothing")
+@option("--unsealed", is_flag=True, help="also remove unsealed partitions that are less than a week old")
 def gc(cache_dir: Path, dry_run: bool, unsealed: bool) -> Result:
-    """Remove what no cache needs."""
+    """Remove files that no cache needs."""
     from niels_gpt.kinds.folders import refuse_without_caches
     from niels_gpt.recipes.gc import FAILED, collect
 

@@ -1,4 +1,7 @@
-"""What every command shares: its flags --json and --strict, exit codes, Ctrl-C, help, log lines, bars, tables, JSON."""
+"""Run a command: --json and --strict, exit codes, Ctrl-C, help, and everything that is printed.
+
+Results go to stdout. Errors, warnings, log lines and progress bars go to stderr; a line stands above the bar.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,27 @@ import json
 import logging
 import os
 import re
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from textwrap import indent
-from typing import Any
+from typing import Any, TextIO
 
 import click
 from rich.text import Text
 from rich_click import RichCommand, RichCommandPanel, RichContext, RichGroup, RichHelpFormatter, RichOption
 
 from niels_gpt.display import bar
-from niels_gpt.display.tables import cut
+from niels_gpt.display.tables import WIDTH, cut, folded, hints, width
 from niels_gpt.settings import UsageError
 from niels_gpt.storage.codes import CodedWarning, code_of
 from niels_gpt.storage.meta_json import printable
 from niels_gpt.work import Progress, interruptible, say_interrupted
 
 ERRORS = (ValueError, OSError, ImportError)
-"""What a command reports as one line: a CacheError is a ValueError, a ConnectionError an OSError."""
+"""Errors that a command reports as one line. CacheError is a ValueError, ConnectionError an OSError."""
 
 
 class ExitCode(IntEnum):
@@ -37,7 +38,7 @@ class ExitCode(IntEnum):
 
     GOOD = 0
     FAILED = 1
-    """Also: two caches differ; with --strict, a warning."""
+    """Also: `diff` found a difference; with --strict, there was a warning."""
     USAGE = 2
     DAMAGED = 3
     NOT_INSTALLED = 4
@@ -50,13 +51,13 @@ OF_FACES = {ExitCode.DAMAGED: 1, ExitCode.NOT_INSTALLED: 1}
 
 @dataclass(frozen=True)
 class Result:
-    """What a command found."""
+    """The result of a command."""
 
     data: object
-    """What --json prints, or a function that makes it."""
+    """Printed by --json; or a function that returns it."""
     code: ExitCode = ExitCode.GOOD
     next: str = ""
-    """The command that one would run next; printed as the last line."""
+    """The command to run next, printed as the last line; "" for none."""
 
 
 _DAMAGE = frozenset(
@@ -65,7 +66,7 @@ _DAMAGE = frozenset(
 
 
 def exit_code_of(error: BaseException) -> ExitCode:
-    """Return the exit code of a command that this error ends."""
+    """Return the exit code of a command that ends with this error."""
     if isinstance(error, UsageError) or code_of(error) == "E101":
         return ExitCode.USAGE
     if isinstance(error, ImportError):
@@ -77,8 +78,8 @@ def exit_code_of(error: BaseException) -> ExitCode:
 
 _HELP: dict[str, Any] = {
     "theme": "default-slim",
-    "width": min(100, shutil.get_terminal_size((100, 24)).columns),
-    "max_width": 100,
+    "width": WIDTH,
+    "max_width": WIDTH,
     "text_markup": None,
     "commands_before_options": True,
     "style_options_table_padding": (0, 1, 0, 0),
@@ -93,28 +94,35 @@ _SETTINGS: dict[str, Any] = {
 
 
 class _Help(RichCommand):
-    """Writes examples as they are, at the end of the help."""
+    """Writes examples and a closing text at the end of the help.
+
+    Each line of `examples` is a command, optionally followed by two or more spaces and its purpose.
+    """
 
     examples = ""
     closing = ""
 
     def format_epilog(self, ctx: RichContext, formatter: RichHelpFormatter) -> None:  # type: ignore[override]
-        """Write the examples, and what closes the help."""
+        """Write the examples and the closing text."""
         if self.examples:
-            formatter.write(Text.assemble(("Examples:\n", "bold"), indent(self.examples, "  "), "\n"))
+            parts = [line.partition("  ") for line in self.examples.split("\n")]
+            shown = hints([(command, why.strip()) for command, _, why in parts], formatter.width)
+            text = Text.assemble(("Examples:\n", "bold"), shown, "\n")
+            formatter.write(text, soft_wrap=True)  # a command is copied: it stays on one line
         if self.closing:
             formatter.write(Text(f"{self.closing}\n"))
 
     def get_help(self, ctx: click.Context) -> str:
-        """Return the help without the spaces that fill its lines."""
+        """Return the help in lines that fit the terminal, without trailing spaces."""
+        ctx.terminal_width = min(width(), WIDTH)
         return "\n".join(line.rstrip() for line in super().get_help(ctx).rstrip().split("\n"))
 
 
 class Command(_Help):
-    """A command with --json and --strict, whose callback returns a `Result`; its own result is the exit code.
+    """A command with --json and --strict. Its callback returns a `Result`, and `invoke` the exit code.
 
-    errors: reported as one line. kept: said where the command was interrupted. unread: the exit code where nobody reads
-    the output. level: of the log lines on stderr. examples: lines of the help.
+    errors: exceptions that are reported as one line. kept: printed after "interrupted". unread: the exit code if the
+    reader of stdout is gone. level: the lowest level of log lines on stderr. examples: see `_Help`.
     """
 
     def __init__(
@@ -136,11 +144,11 @@ class Command(_Help):
         ]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; --input_glob is --input-glob."""
+        """Parse the arguments. Flags may have underscores: --input_glob is --input-glob."""
         return super().parse_args(ctx, [re.sub("^--[^=]+", _with_hyphens, each) for each in args])
 
     def invoke(self, ctx: click.Context) -> ExitCode:
-        """Run the command; returns its exit code."""
+        """Run the command and return its exit code."""
         log_to_stderr(self._level)
         is_strict, found = ctx.params.pop("strict"), ctx.params.pop("json")
         ctx.meta[_JSON] = found
@@ -151,16 +159,16 @@ class Command(_Help):
         count = ctx.meta[_WARNINGS]
         if not is_strict or not count or code is not ExitCode.GOOD:
             return code
-        print(f"--strict: {count} warning{'' if count == 1 else 's'}, so the exit code is 1", file=sys.stderr)
+        tell(f"--strict: {count} warning{'' if count == 1 else 's'}, so the exit code is 1")
         return ExitCode.FAILED
 
     def _status(self, ctx: click.Context) -> ExitCode:
-        """Call the function; returns the exit code. An expected error and an interruption are printed as one line."""
+        """Call the callback and return the exit code. Prints an expected error or an interruption as one line."""
         try:
             with interruptible():
                 code = self._finish(ctx)
         except self._errors as error:
-            if isinstance(error, BrokenPipeError) and is_unread("\n"):  # of stdout, and not of a connection
+            if isinstance(error, BrokenPipeError) and is_unread("\n"):  # of stdout, not of a connection
                 return ExitCode(self._unread)
             logging.getLogger(__name__).debug("", exc_info=True)
             print_error(error)
@@ -172,7 +180,7 @@ class Command(_Help):
         return code
 
     def _finish(self, ctx: click.Context) -> ExitCode:
-        """Call the function and print what --json prints, or what to do next; returns the exit code."""
+        """Call the callback, print its JSON or the next command, and return the exit code."""
         try:
             result: Result = super().invoke(ctx)
             if ctx.meta[_JSON]:
@@ -195,7 +203,7 @@ def _error_as_json(code: str | None, message: str) -> str:
 
 
 class Group(_Help, RichGroup):  # type: ignore[misc]  # as RichGroup itself
-    """A group of commands, each of which belongs to a panel of its help."""
+    """A group of commands; each stands in one panel of the help."""
 
     def __init__(
         self, name: str, commands: Sequence[click.Command], *, examples: str = "", closing: str = "", **how: Any
@@ -207,7 +215,7 @@ class Group(_Help, RichGroup):  # type: ignore[misc]  # as RichGroup itself
             self.add_command(command)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Print the help where no command is named."""
+        """Parse the arguments. Without any, print the help and exit with ExitCode.USAGE."""
         if not args and not ctx.resilient_parsing:
             print(ctx.get_help())
             ctx.exit(ExitCode.USAGE)
@@ -215,7 +223,7 @@ class Group(_Help, RichGroup):  # type: ignore[misc]  # as RichGroup itself
 
 
 def command(name: str, text: str, **how: Any) -> Callable[[Callable[..., Result]], Command]:
-    """Return a decorator that makes a `Command` of a function; how: as `Command`."""
+    """Return a decorator that turns a function into a `Command`. text: its help. how: arguments of `Command`."""
     decorated: Callable[[Callable[..., Result]], Command] = click.command(name, cls=Command, help=text, **how)
     return decorated
 
@@ -223,12 +231,12 @@ def command(name: str, text: str, **how: Any) -> Callable[[Callable[..., Result]
 def run(
     command: click.Command, argv: Sequence[str] | None, program: str, codes: Mapping[ExitCode, int] = OF_FACES
 ) -> int:
-    """Run a command or group with arguments, default those of the process; returns the exit status.
+    """Run a command or group and return the exit status.
 
-    program: what it is called in its help. codes: exit codes that are other numbers for this program.
+    argv: default sys.argv. program: its name in the help. codes: exit codes to replace by other numbers.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # builds have their own threads, as many as are asked for
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # builds start --threads threads
     try:
         code = command.main(words, program, standalone_mode=False)
     except click.UsageError as error:
@@ -236,42 +244,64 @@ def run(
             print(_error_as_json("E101", error.format_message()))
         print_error(UsageError(error.format_message()))
         if error.ctx is not None:
-            print(f"{error.ctx.get_usage().strip()}\nhelp: {error.ctx.command_path} --help", file=sys.stderr)
+            tell(f"{error.ctx.get_usage().strip()}\nhelp: {error.ctx.command_path} --help")
         code = ExitCode.USAGE
     except click.Abort:
         code = ExitCode.INTERRUPTED
-    except SystemExit:  # of click, where nobody reads the help any more
+    except SystemExit:  # click raises it if the reader of the help is gone
         code = ExitCode.GOOD
     return codes.get(code, int(code))
 
 
 def is_color_wanted() -> bool:
-    """Whether results may be coloured: on a terminal that can, unless NO_COLOR is set; never with --json."""
+    """Return whether results may have colours: on a terminal, without --json, NO_COLOR and TERM=dumb."""
     context = click.get_current_context(silent=True)
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return sys.stdout.isatty() and not is_plain and not (context and context.meta.get(_JSON))
 
 
 def say(text: object, *, is_safe: bool = False) -> None:
-    """Print a part of the result for people, control characters escaped; with --json nothing.
+    """Print a part of the result with control characters escaped; nothing with --json.
 
-    text: or a function that makes it. is_safe: whether they are escaped already, where the text has colours.
+    On a terminal, lines that are too wide are folded at spaces. text: str(text) is printed; a function is called first.
+    is_safe: the text has colours, and its control characters are escaped already.
     """
     if not click.get_current_context().meta[_JSON]:
         text = text() if callable(text) else text
-        print(text if is_safe else escaped(text), flush=True)
+        with bar.above_bars():
+            print(_fitting(str(text) if is_safe else escaped(text), sys.stdout), flush=True)
+
+
+def tell(text: str) -> None:
+    """Print a message to stderr, above a progress bar. Escape its control characters first."""
+    with bar.above_bars():
+        print(_fitting(text, sys.stderr), file=sys.stderr, flush=True)
+
+
+def _fitting(text: str, stream: TextIO) -> str:
+    """Return a text with lines that fit the stream's terminal; the same text for a pipe or a file."""
+    if not stream.isatty():
+        return text
+    columns = width(stream)
+    return "\n".join(part for line in text.split("\n") for part in folded(line, columns, _indent_of(line)))
+
+
+def _indent_of(line: str) -> str:
+    """Return the indent of a folded line's continuation: "" for a line that is not indented, else two spaces more."""
+    start = len(line) - len(line.lstrip(" "))
+    return " " * (start + 2) if start else ""
 
 
 _JSON, _WARNINGS = "niels_gpt.json", "niels_gpt.warnings"
-_MOST_OF_LINE = 50_000  # characters: of a cell that `table` has cut, each may be escaped
-_REMEDY = 1_000  # characters of a message's end, which says what to do
+_MOST_OF_LINE = 50_000  # characters: `table` cuts cells at 4,000, and an escape takes up to ten
+_REMEDY = 1_000  # characters that are kept of a message's end: the end says what to do
 
 
 @contextmanager
 def _counted_warnings(context: click.Context, level: int) -> Iterator[None]:
-    """Count the warnings of this package's loggers and of Python, for --strict; print those of Python as one line.
+    """Count warnings for --strict: this package's log records and Python's warnings; print the latter as one line.
 
-    level: of the log records that are printed; others do not count.
+    level: the lowest level of log records that are printed. Others do not count.
     """
     context.meta[_WARNINGS] = 0
     counter = _Counter(context.meta, level)
@@ -295,7 +325,7 @@ def _print_python_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 class _Once(logging.Filter):
-    """Lets each warning with a code through once: a source may be read by two passes, with the same warnings."""
+    """Lets each warning with a code through once: two passes over a source warn of the same things."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +349,7 @@ class _Counter(logging.Handler):
 
 
 def parsed(parse: Callable[[str], int]) -> Callable[[str | int], int]:
-    """Return a type of arguments that `parse` parses, whose ValueError is the message; a number is a default."""
+    """Return an argument type for click that parses text by `parse` and reports its ValueError; keeps a default."""
 
     def convert(text: str | int) -> int:
         try:
@@ -334,7 +364,7 @@ def parsed(parse: Callable[[str], int]) -> Callable[[str | int], int]:
 
 
 def is_unread(more: str = "") -> bool:
-    """Flush stdout with `more` at its end; returns whether its reader is gone."""
+    """Print `more`, flush stdout, and return whether its reader is gone."""
     try:
         print(more, end="", flush=True)
     except BrokenPipeError:
@@ -344,50 +374,56 @@ def is_unread(more: str = "") -> bool:
 
 
 def print_error(error: BaseException, of: str = "") -> None:
-    """Print `error[CODE]: ` and an error to stderr, control characters escaped; of: what stands before it."""
-    text = cut(f"{of}{error}", end=_REMEDY)
-    print(f"error[{code_of(error)}]: {escaped(text)}", file=sys.stderr)
+    """Print `error[CODE]: ` and an error to stderr, control characters escaped. of: a prefix of its message."""
+    tell(f"error[{code_of(error)}]: {escaped(cut(f'{of}{error}', end=_REMEDY))}")
 
 
 def print_warning(code: str, message: object, *, is_counted: bool = True) -> None:
-    """Print `warning[CODE]: ` and a message to stderr, control characters escaped.
-
-    is_counted: whether --strict counts it.
-    """
+    """Print `warning[CODE]: ` and a message to stderr, control characters escaped. is_counted: for --strict."""
     context = click.get_current_context(silent=True)
     if context is not None and is_counted:
         context.meta[_WARNINGS] = context.meta.get(_WARNINGS, 0) + 1
     text = escaped(cut(str(message), end=_REMEDY, where=""))
-    print(f"warning[{code}]: {text}" if code else f"warning: {text}", file=sys.stderr)
+    tell(f"warning[{code}]: {text}" if code else f"warning: {text}")
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
-    """Send log records to stderr as plain lines, control characters escaped, without the chatter of libraries."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Print log records to stderr as plain lines, control characters escaped, without the chatter of libraries."""
+    handler = _Lines()
     handler.setFormatter(_EscapingFormatter("%(message)s"))
     handler.addFilter(_Once())
     logging.basicConfig(level=level, handlers=[handler])
-    for library in ("httpx", "httpx2", "matplotlib", "botocore", "aiobotocore"):  # of requests, fonts and credentials
+    for library in ("httpx", "httpx2", "matplotlib", "botocore", "aiobotocore"):  # they log every request
         logging.getLogger(library).setLevel(logging.WARNING)
+
+
+class _Lines(logging.Handler):
+    """Prints each record above the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tell(self.format(record))
+        except Exception:  # like every handler: a line that cannot be printed ends no build
+            self.handleError(record)
 
 
 class _EscapingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        code = getattr(record, "code", None)  # of this project's warnings, by `extra`
+        code = getattr(record, "code", None)  # this project's warnings pass it by `extra`
         text = ("" if code is None else f"warning[{code}]: ") + super().format(record)
         return escaped(cut(text, end=_REMEDY, where=""))
 
 
 def escaped(message: object) -> str:
-    """Return a message with control characters escaped, which a file's name or content may have brought."""
+    """Return a message with control characters escaped: a file's name or content may bring some."""
     return "\n".join(printable(cut(line, _MOST_OF_LINE)) for line in str(message).split("\n"))
 
 
 @contextmanager
 def progress_bar(title: str, unit: str = "tok", items: str = "") -> Iterator[Progress]:
-    """Yield a progress callback: a bar where stderr is a terminal, elsewhere a line every ten seconds.
+    """Yield a progress callback: it draws a bar on a terminal, and prints a line every ten seconds elsewhere.
 
-    unit, items: as for `display.bar.progress_bar`.
+    unit, items: see `display.bar.progress_bar`.
     """
     if sys.stderr.isatty():
         with bar.progress_bar(title, unit, items) as progress:
@@ -399,7 +435,7 @@ def progress_bar(title: str, unit: str = "tok", items: str = "") -> Iterator[Pro
 
 
 def as_json(value: object) -> str:
-    """Return JSON for people and machines, without characters that command a terminal."""
+    """Return indented JSON without characters that control a terminal."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     return re.sub("[\x7f-\x9f\ud800-\udfff]", lambda char: f"\\u{ord(char.group()):04x}", text)
 
@@ -415,7 +451,7 @@ def number_of_tokens(text: str) -> int:
 
 
 def token_position(text: str) -> int:
-    """Parse the number of a token: 1_000_000, or as it is printed, 1,000,000. Raises: ValueError."""
+    """Parse the number of a token: 1_000_000 or 1,000,000. Raises: ValueError."""
     with contextlib.suppress(ValueError):
         return int(text.replace(",", ""))
     raise ValueError(f"{text!r}: expected the number of a token, such as 1_000_000")

@@ -1,10 +1,9 @@
-"""niels-gpt demo: every cache of the bundled sample, in one folder, and what to try with them."""
+"""niels-gpt demo: builds every cache of the bundled sample, and suggests commands to try."""
 
 from __future__ import annotations
 
 import logging
 import shlex
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich_click import argument
 
-from niels_gpt.commands.console import ExitCode, Result, command, escaped, is_color_wanted, say
+from niels_gpt.commands.console import ExitCode, Result, command, escaped, is_color_wanted, say, tell
+from niels_gpt.display.tables import hints
 from niels_gpt.settings import Settings
 
 if TYPE_CHECKING:
@@ -25,15 +25,18 @@ _TOKENS = 120  # of the example
 
 @command(
     "demo",
-    "Build every cache from the bundled sample, and print what to try next.\n\n"
-    "The caches are those of `make run`: FOLDER/sample/pretrain/..., FOLDER/sample/sft/... Without FOLDER a new folder "
-    "for temporary files is made and kept. eagle3/targets needs the extra eagle3.",
-    kept=". What was finished is kept; the same command resumes",
-    level=logging.ERROR,  # the sample has odd rows on purpose; the table counts them
+    "Build every cache from the bundled sample, and suggest commands to try.\n\n"
+    "Writes FOLDER/sample/pretrain/..., FOLDER/sample/sft/... and so on. Without FOLDER it makes a new temporary "
+    "folder, which stays. eagle3/targets needs the extra eagle3.",
+    kept=". Finished caches are kept; the same command resumes",
+    level=logging.ERROR,  # the sample has odd rows on purpose
     examples="niels-gpt demo          in a new temporary folder\nniels-gpt demo cache    in cache/sample",
 )
 @argument(
-    "folder", type=click.Path(path_type=Path), required=False, help="folder for the caches; a new one if not given"
+    "folder",
+    type=click.Path(path_type=Path),
+    required=False,
+    help="folder for the caches; default: a new temporary folder",
 )
 def demo(folder: Path | None) -> Result:
     """Build the sample."""
@@ -46,7 +49,7 @@ def demo(folder: Path | None) -> Result:
     place = Path(tempfile.mkdtemp(prefix="niels-gpt-demo-")) if folder is None else folder
     settings = Settings(source_root="sample", cache_dir=str(place))
     root, outcomes, failures = cache_root(settings), list["Outcome"](), dict[str, Exception]()
-    print(f"Building the caches of the bundled sample in {escaped(root)} ...", file=sys.stderr)
+    tell(f"Building the caches of the bundled sample in {escaped(root)} ...")
     build_each(settings, chosen_keys(settings, None), outcomes, failures, refresh=False, of_all=True, bar=bar_of)
     say(outcomes_table(outcomes, failures))
     say(f"{len(outcomes)} caches in {root}, in {time.monotonic() - start:.0f} s")
@@ -62,17 +65,16 @@ def demo(folder: Path | None) -> Result:
 
 
 def _next(root: Path, outcomes: list[Outcome]) -> str:
-    """Return what to try, as lines that work as they are printed."""
+    """Return commands to try; each works as it is printed."""
     tries = [
         (["show", f"{root}/{_SHOWN}", "--split", "val"], "another chat, with its loss mask"),
         (["stats", f"{root}/pretrain/wikitext"], "lengths, drops, source and licence"),
-        (["show", f"{root}/trees/oasst1", "--at", "3"], "the threads of a tree, which fold into one row"),
+        (["show", f"{root}/trees/oasst1", "--at", "3"], "threads of a tree, folded into one row"),
         (["locate", f"{root}/pretrain/wikitext", "train", "1_000"], "the document at a token"),
         (["verify", f"{root}", "--deep"], "every byte against its checksum"),
     ]
     if outcomes[-1].key.startswith("eagle3"):
         tries.append((["eagle3", "stats", f"{root}/eagle3/targets"], "what a draft is trained on"))
     lines = [(shlex.join(["niels-gpt", *words]), why) for words, why in tries]
-    lines.append(("niels-gpt build --help", "caches of the hub's datasets, and of your own text and chats"))
-    width = max(len(line) for line, _ in lines)
-    return "\n".join(["Try next:", *(f"  {line.ljust(width)}  {why}" for line, why in lines)])
+    lines.append(("niels-gpt build --help", "caches of the hub, or of your own text"))
+    return f"Try next:\n{hints(lines)}"

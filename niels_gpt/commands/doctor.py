@@ -1,4 +1,4 @@
-"""niels-gpt doctor: what is installed and what needs care. niels-gpt explain: what a code of an error means."""
+"""niels-gpt doctor: installed packages, disk, and caches with problems. niels-gpt explain: the meaning of a code."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rich_click import argument
 
 from niels_gpt import __version__
 from niels_gpt.commands.console import ExitCode, Result, command, say
-from niels_gpt.display.numbers import number_of, size_text
-from niels_gpt.display.tables import table
+from niels_gpt.display.numbers import many, number_of, size_text
+from niels_gpt.display.tables import table, width
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import codes, explained
 from niels_gpt.storage.errors import CacheError
@@ -29,55 +29,56 @@ from niels_gpt.storage.locks.mounts import mount_of
 EXTRAS = {
     "dagster": ("dagster", "caches as Dagster assets, its UI and schedules"),
     "dask": ("distributed", "partitions of a cache on many machines: build --dask"),
-    "eagle3": ("transformers", "target models and chat templates of the Hugging Face hub; eagle3 precompute"),
-    "fast": ("gigatoken", "the fast engine for BPE tokenizers: builds many times as fast"),
+    "eagle3": ("transformers", "models and chat templates of the Hugging Face hub; eagle3 precompute"),
+    "fast": ("gigatoken", "builds many times as fast with BPE tokenizers"),
     "plot": ("matplotlib", "pictures: stats --plot, tree stats --plot"),
     "postgres": ("dagster_postgres", "Dagster's storage in PostgreSQL"),
     "s3": ("s3fs", "push and pull: buckets of S3"),
     "gs": ("gcsfs", "push and pull: buckets of Google Cloud Storage"),
     "az": ("adlfs", "push and pull: containers of Azure"),
-    "rl": ("trl", "training on folded rollouts by TRL: the examples"),
-    "docs": ("zensical", "the site: make docs"),
+    "rl": ("trl", "the example that trains on folded rollouts with TRL"),
+}
+"""For each extra the package that shows that it is installed, and its purpose."""
+DEVELOPERS_EXTRAS = {
+    "dev": ("pytest", "tests and checks"),
     "buckets": ("moto", "the tests of buckets"),
     "browser": ("playwright", "the browser tests"),
-    "dev": ("pytest", "tests and checks"),
+    "docs": ("zensical", "the site: make docs"),
 }
-"""Of each extra the package that shows that it is installed, and what it is for."""
+"""The same for work on niels-gpt itself; only --json has them."""
 COMPLETION = {
     "bash": 'eval "$(_NIELS_GPT_COMPLETE=bash_source niels-gpt)"',
     "zsh": 'eval "$(_NIELS_GPT_COMPLETE=zsh_source niels-gpt)"',
     "fish": "_NIELS_GPT_COMPLETE=fish_source niels-gpt | source",
 }
-"""The line of a shell's start file that makes it complete commands, sources and codes."""
+"""The line in a shell's start file that completes commands, sources and codes."""
 
 
 @dataclass(frozen=True)
 class Care:
-    """What a cache needs."""
+    """A problem of a cache, and the command that helps."""
 
     cache: str
     problem: str
     command: str
-    """That helps."""
+    """"" if no command helps."""
     is_damage: bool = False
 
 
 @command(
     "doctor",
-    "Print what is installed, the room there is, and which caches need care.",
+    "Print what is installed, the free disk space, and caches with problems.",
     examples="niels-gpt doctor\nniels-gpt doctor /data/caches --json",
 )
 @argument("cache_dir", type=click.Path(path_type=Path), default=Settings().cache_dir, help="folder of the caches")
 def doctor(cache_dir: Path) -> Result:
-    """Look at the installation and the caches."""
+    """Examine the installation and the caches."""
     machine, extras = _machine(cache_dir), _extras()
     say(table(machine))
     say("\nextras")
-    say(
-        table(
-            [("  " + name, found or "not installed", what, command) for name, (found, what, command) in extras.items()]
-        )
-    )
+    say(table([("  " + name, extras[name][0] or "not installed", extras[name][1]) for name in EXTRAS]))
+    if missing := [name for name in EXTRAS if not extras[name][0]]:
+        say(f"  {'Install it' if len(missing) == 1 else 'Install what you need of them'}: {_install(*missing)}")
     say(f"\ncaches in {cache_dir}")
     tokenizer, caches, cares = _caches(cache_dir)
     problem = None if cache_dir.is_dir() else "not a folder" if cache_dir.exists() else "no such folder"
@@ -101,7 +102,7 @@ def doctor(cache_dir: Path) -> Result:
         "caches": [str(cache) for cache in caches],
         "care": [asdict(care) for care in cares],
     }
-    if problem and str(cache_dir) != Settings().cache_dir:  # before the first build that one does not exist
+    if problem and str(cache_dir) != Settings().cache_dir:  # the default folder appears with the first build
         return Result(data, ExitCode.FAILED)
     return Result(data, ExitCode.DAMAGED if any(care.is_damage for care in cares) else ExitCode.GOOD)
 
@@ -125,7 +126,7 @@ def _machine(cache_dir: Path) -> list[tuple[str, str]]:
 
 
 def _locks(cache_dir: Path) -> str:
-    """Return how a folder of caches is locked, and whether that reaches other machines."""
+    """Return how a folder of caches is locked, and whether the lock reaches other machines."""
     mount = mount_of(cache_dir)
     on = f"on {mount.kind or 'a file system that is not known'}"
     try:
@@ -139,13 +140,16 @@ def _locks(cache_dir: Path) -> str:
 
 
 def _extras() -> dict[str, tuple[str | None, str, str]]:
-    """Return of each extra the package and version that is installed, what it is for, and how to install it."""
+    """Return for each extra the installed package with its version, its purpose, and how to install it."""
     found = {}
-    for name, (package, what) in EXTRAS.items():
+    for name, (package, what) in (EXTRAS | DEVELOPERS_EXTRAS).items():
         installed = _version(package)
-        how = "" if installed else f"pip install 'niels-gpt[{name}]'"
-        found[name] = (installed and f"{package} {installed}", what, how)
+        found[name] = (installed and f"{package} {installed}", what, "" if installed else _install(name))
     return found
+
+
+def _install(*extras: str) -> str:
+    return f"pip install 'niels-gpt[{','.join(extras)}]'"
 
 
 def _version(package: str) -> str | None:
@@ -158,14 +162,14 @@ def _version(package: str) -> str | None:
 
 
 def _caches(folder: Path) -> tuple[str, list[Path], list[Care]]:
-    """Return the tokenizer in a folder of caches, the caches, and what they need."""
+    """Return the tokenizer in a folder of caches, the caches, and their problems."""
     from niels_gpt.kinds.folders import caches_below
     from niels_gpt.recipes.records import TOKENIZER_KEY
     from niels_gpt.storage.versions import versions_below
 
     try:
         caches = caches_below(folder)
-    except (CacheError, FileNotFoundError):  # no folder yet, or none in it
+    except (CacheError, FileNotFoundError):  # no such folder, or no cache in it
         caches = []
     cares = [care for cache in caches for care in _of_content(cache)]
     for versions in versions_below(folder) if folder.is_dir() else ():
@@ -192,7 +196,7 @@ def _engine(folder: Path) -> str:
     from niels_gpt.tokenizer import load_tokenizer
     from niels_gpt.tokenizers.engine import engine_name
 
-    with contextlib.suppress(ValueError, OSError):  # a damaged one is in the list of what needs care
+    with contextlib.suppress(ValueError, OSError):  # a damaged one is listed as a problem
         return f", encoded by {engine_name(load_tokenizer(folder, sentinels='optional'))}"
     return ""
 
@@ -218,27 +222,28 @@ def _of_content(cache: Path) -> Iterator[Care]:
 
 
 def _of_versions(folder: Path, cache: Path) -> Iterator[Care]:
-    """Yield what stands beside the versions of a cache: unfinished builds, and what gc would remove."""
+    """Yield the unfinished builds of a cache, and the pieces that gc would remove."""
     from niels_gpt.engine.journal import unfinished_builds
     from niels_gpt.engine.meta import is_of_this_version
     from niels_gpt.kinds.kind import kind_names
+    from niels_gpt.recipes.gc import wanted_plan
     from niels_gpt.storage.versions import refuse_if_building, removable
 
     gc = shlex.join(["niels-gpt", "gc", str(folder)])
     try:
         refuse_if_building(cache)
-        unfinished, pieces = unfinished_builds(cache), removable(cache, kind_names())
+        unfinished, kept = unfinished_builds(cache), wanted_plan(cache)
+        pieces = [piece for piece, _ in removable(cache, kind_names()) if piece != kept]
     except (CacheError, OSError):  # it is being built
         return
+    if kept is not None:
+        yield Care(str(cache), "its partitions are not sealed yet; build the others, or seal them", "")
     if unfinished:
         resumes = any(map(is_of_this_version, unfinished))
-        what = "the same build command resumes it" if resumes else "it is of another version, which is not used"
-        yield Care(str(cache), f"an unfinished build; {what}, and this removes it", gc)
+        what = "the same build command resumes it" if resumes else "another version of niels-gpt began it; not used"
+        yield Care(str(cache), f"an unfinished build: {what}. To remove it:", gc)
     elif pieces:
-        number = len(pieces)
-        yield Care(
-            str(cache), f"{number} old version{'' if number == 1 else 's'} or rest{'' if number == 1 else 's'}", gc
-        )
+        yield Care(str(cache), f"{many(len(pieces), 'old version or leftover')}. To remove:", gc)
 
 
 # --- explain ----------------------------------------------------------------------------------------------------------
@@ -252,7 +257,7 @@ def _codes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
 @command("explain", "Explain the code of an error or a warning.", examples="niels-gpt explain E203")
 @argument("code", shell_complete=_codes, help="as in error[E203]")
 def explain(code: str) -> Result:
-    """Print what a code means and what to do."""
-    text = explained(code)
+    """Explain a code."""
+    text = explained(code, width())
     say(text)
     return Result(asdict(codes()[code.upper()]))

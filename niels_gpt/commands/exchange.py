@@ -1,4 +1,4 @@
-"""export, import, card, push, pull, stage: caches as files of other tools and back, and caches in buckets."""
+"""export, import, card: caches as files of other tools, and back. push, pull, stage: caches in buckets."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _NAMES = ", ".join(FORMAT_NAMES)
 @command(
     "export",
     "Write a cache as the files of another tool.\n\n"
-    "Files whose bytes are those of the cache are hard links: they take no room, and are read-only.",
-    kept=". Nothing is left of an export that was stopped",
+    "Files with the same bytes as the cache's are hard links: they take no room and are read-only.",
+    kept=". The incomplete export is removed",
     examples="""niels-gpt export cache/pretrain/wikitext OUT --to megatron
 niels-gpt export cache/sft/oasst1 OUT --to hf""",
 )
 @_CACHE
 @argument("dest", type=_PATH, help="folder to write; must be empty or not exist")
-@option("--to", "name", **_FORMAT, help=f"the tool that shall read the files: {_NAMES}")
+@option("--to", "name", **_FORMAT, help=f"the tool that will read the files: {_NAMES}")
 def export(cache: Path, dest: Path, name: str) -> Result:
     """Export a cache."""
     from niels_gpt.exchange.exporting import export_cache
@@ -50,12 +50,12 @@ def export(cache: Path, dest: Path, name: str) -> Result:
 
 @command(
     "card",
-    "Print the card of a cache: README.md of a hub dataset repository.",
+    "Print a dataset card for a cache: the README.md of a repository on the hub.",
     examples="""niels-gpt card cache/pretrain/wikitext
 niels-gpt card cache/pretrain/wikitext --output README.md""",
 )
 @_CACHE
-@option("--output", type=_PATH, metavar="FILE", help="write it there; printed if not given")
+@option("--output", type=_PATH, metavar="FILE", help="write the card into this file; default: print it")
 def card(cache: Path, output: Path | None) -> Result:
     """Print a card."""
     from niels_gpt.exchange.card import card_of
@@ -74,24 +74,28 @@ def card(cache: Path, output: Path | None) -> Result:
 @command(
     "import",
     "Make a cache of the files of another tool.\n\n"
-    "Files whose bytes are those of a cache are hard links. Files are of val where their name has the word val, valid, "
-    "validation, dev or eval; those of test are left out.",
-    kept=". Nothing is left of an import that was stopped",
-    examples="""niels-gpt import DIR wiki --from megatron --tokenizer MODEL      becomes cache/imported/wiki
+    "Files with the bytes of a cache's files become hard links. Files go to val if their name contains the word val, "
+    "valid, validation, dev or eval; files of test are left out.",
+    kept=". The incomplete import is removed",
+    examples="""niels-gpt import DIR wiki --from megatron --tokenizer MODEL      writes cache/imported/wiki
 niels-gpt import DIR pretrain/wiki --from olmo --val '*_held_*.npy'""",
 )
 @argument("source", type=_PATH, metavar="SRC", help="folder or file of the other tool")
-@argument("name", help="NAME is imported/NAME; or pretrain/NAME, sft/NAME")
+@argument("name", help="cache to write: NAME (short for imported/NAME), pretrain/NAME or sft/NAME")
 @option("--from", "format", **_FORMAT, help=f"the tool that wrote the files: {_NAMES}")
-@option("--tokenizer", metavar="MODEL", help="file, folder or hub id; of an export, that of the caches if not given")
+@option(
+    "--tokenizer", metavar="MODEL", help="file, folder or hub id; default for a niels-gpt export: the caches' tokenizer"
+)
 @option("--cache-dir", type=_PATH, default="cache", help="folder of the caches")
-@option("--val", metavar="GLOB", help="the files of val; by their names if not given")
-@option("--document-end", metavar="TOKEN", help="the token that ends documents, or none, or auto")
-@option("--copy", is_flag=True, help="copy files that could be linked. A linked file of SRC becomes read-only")
+@option("--val", metavar="GLOB", help="files of val; default: decided by their names")
+@option("--document-end", metavar="TOKEN", help="token that ends documents, or none, or auto")
+@option("--copy", is_flag=True, help="copy files instead of linking them; a linked file of SRC becomes read-only")
 @option("--licence", metavar="TEXT", help="licence of the text")
-@option("--attribution", metavar="TEXT", help="whom to name")
-@option("--pad-id", type=click.IntRange(0), metavar="ID", help="of chats: the id that fills up rows")
-@option("--utf8-bytes/--no-utf8-bytes", default=True, help="count the bytes of the text, for bits per byte")
+@option("--attribution", metavar="TEXT", help="whom to credit for the text")
+@option("--pad-id", type=click.IntRange(0), metavar="ID", help="for chats: the id that pads rows")
+@option(
+    "--utf8-bytes/--no-utf8-bytes", default=True, help="decode the tokens to count the text's bytes, for bits per byte"
+)
 def import_(source: Path, name: str, **how: Any) -> Result:
     """Import a folder."""
     from niels_gpt.recipes.exchange.imports import import_cache
@@ -106,21 +110,22 @@ def import_(source: Path, name: str, **how: Any) -> Result:
 
 # --- buckets ----------------------------------------------------------------------------------------------------------
 
-_JOBS = option("--jobs", type=click.IntRange(1, 256), default=8, metavar="N", help="files at once")
-_URL = "s3://, gs://, az://, hf://datasets/OWNER/NAME, or a path; without credentials"
+_JOBS = option("--jobs", type=click.IntRange(1, 256), default=8, metavar="N", help="transfer N files at once")
+_URL = "s3://, gs://, az://, hf://datasets/OWNER/NAME, or a path; no credentials in it"
 
 
 @command(
     "push",
-    "Send a cache to a bucket, meta.json last.\n\nThe same command resumes; what is there already is not sent again.",
-    kept=". Files that were sent stay; the same command resumes",
+    "Copy a cache to a bucket.\n\n"
+    "meta.json is sent last. The same command resumes, and does not send files again that are there already.",
+    kept=". Files that were sent are kept; the same command resumes",
     examples="niels-gpt push cache/pretrain/wikitext s3://BUCKET/wikitext",
 )
 @_CACHE
-@argument("url", help=f"folder of this cache alone: {_URL}")
-@option("--replace", is_flag=True, help="replace another cache that is there")
-@option("--check", is_flag=True, help="read every file back, compare its sha256, and send again what differs")
-@option("--public", is_flag=True, help="of hf://: a repository that everybody may read")
+@argument("url", help=f"folder for this cache alone: {_URL}")
+@option("--replace", is_flag=True, help="replace another cache at URL")
+@option("--check", is_flag=True, help="read every file back, compare its sha256, and send files that differ again")
+@option("--public", is_flag=True, help="for hf://: make the repository public")
 @_JOBS
 def push(cache: Path, url: str, replace: bool, check: bool, public: bool, jobs: int) -> Result:
     """Push a cache."""
@@ -137,14 +142,14 @@ def push(cache: Path, url: str, replace: bool, check: bool, public: bool, jobs: 
 
 @command(
     "pull",
-    "Fetch a cache from a bucket, and commit it as a build does.\n\n"
-    "Every file is compared with its sha256. The same command resumes.",
-    kept=". Files that were fetched stay; the same command resumes",
+    "Copy a cache from a bucket.\n\n"
+    "Checks the sha256 of every file; readers see the cache only when it is complete. The same command resumes.",
+    kept=". Fetched files are kept; the same command resumes",
     examples="niels-gpt pull s3://BUCKET/wikitext cache/pretrain/wikitext",
 )
 @argument("url", help=f"folder of a cache: {_URL}")
-@argument("dest", type=_PATH, help="where readers open it, such as cache/pretrain/wikitext")
-@option("--wait", is_flag=True, help="wait for another process that writes DEST")
+@argument("dest", type=_PATH, help="path of the new cache, such as cache/pretrain/wikitext")
+@option("--wait", is_flag=True, help="wait if another process is writing DEST")
 @_JOBS
 def pull(url: str, dest: Path, wait: bool, jobs: int) -> Result:
     """Pull a cache."""
@@ -157,15 +162,15 @@ def pull(url: str, dest: Path, wait: bool, jobs: int) -> Result:
 
 @command(
     "stage",
-    "Copy a cache to a disk nearby, such as a node's own.",
-    kept=". Files that were fetched stay; the same command resumes",
+    "Copy a cache to a fast disk, such as a node's local one.",
+    kept=". Fetched files are kept; the same command resumes",
     examples="""niels-gpt stage cache/pretrain/wikitext /local/wikitext
 niels-gpt stage s3://BUCKET/wikitext /local/wikitext --split train --max-bytes 100000000""",
 )
 @argument("source", metavar="CACHE_OR_URL", help=f"folder of a cache, or {_URL}")
-@argument("dest", type=_PATH, help="where readers open the copy")
-@option("--split", type=click.Choice(["train", "val"]), help="this split alone")
-@option("--max-bytes", type=click.IntRange(1), metavar="N", help="as many token files as fit, at most")
+@argument("dest", type=_PATH, help="path of the copy")
+@option("--split", type=click.Choice(["train", "val"]), help="copy only this split")
+@option("--max-bytes", type=click.IntRange(1), metavar="N", help="copy as many token files as fit into N bytes")
 @_JOBS
 def stage(source: str, dest: Path, split: str | None, max_bytes: int | None, jobs: int) -> Result:
     """Stage a cache."""
@@ -177,7 +182,7 @@ def stage(source: str, dest: Path, split: str | None, max_bytes: int | None, job
 
 
 def _fetched(done: Fetched) -> Result:
-    """Print and return what a pull or a stage did."""
+    """Print and return the result of a pull or a stage."""
     say(str(done))
     data = {name: str(fact) if isinstance(fact, Path) else fact for name, fact in asdict(done).items()}
     return Result(data, next=shlex.join(["niels-gpt", "verify", str(done.path)]))

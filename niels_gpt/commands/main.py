@@ -14,7 +14,7 @@ from niels_gpt.kinds.homes import MORE_CACHES, OTHER_TOOLS, home_commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run niels-gpt with arguments, default those of the process; returns the exit code."""
+    """Run niels-gpt and return its exit code. argv: default sys.argv."""
     return run(ROOT, argv, "niels-gpt", {})
 
 
@@ -36,9 +36,9 @@ ROOT = Group(
     "niels-gpt",
     [each for commands in _PANELS.values() for each in commands],
     help="Reproducible, verifiable training-data caches for language models.",
-    examples="""niels-gpt demo cache                           every cache, from the bundled sample
-niels-gpt show cache/sample/sft/oasst1         an example, with its loss mask
-niels-gpt verify cache --deep                  every damage, with its file and bytes""",
+    examples="""niels-gpt demo cache                           build every cache from the bundled sample
+niels-gpt show cache/sample/sft/oasst1         print a chat and which of its tokens carry loss
+niels-gpt verify cache --deep                  find every damaged byte""",
     closing="Every command has --help, --json and --strict. Documentation: docs/index.md\n"
     "Exit codes: 0 good, 1 failed, 2 usage, 3 damage found, 4 not installed, 130 interrupted",
     panels=[

@@ -1,4 +1,4 @@
-"""seal; and what `build --partition` builds and prints. Heavy modules are imported by the functions, as in cache.py."""
+"""seal, build --partition and build --dask. The functions import heavy modules themselves, as in cache.py."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @command(
     "seal",
-    "Make the one cache of all partitions.\n\nThe flags are those that the partitions of a source were built with. "
-    "The folder DIR of a command that made partitions in it takes none. Each file is read once more, and the "
-    "folders of partitions are removed.",
-    kept=". Nothing is lost; the same command seals it",
+    "Join the finished partitions of a cache into one cache.\n\nPass the flags that the partitions were built with; "
+    "none for a folder of `eagle3 precompute --partition`. Every file is read once more; then the partitions are "
+    "removed.",
+    kept=". Nothing is lost; the same command seals the cache",
     examples="niels-gpt seal fineweb_edu --partitions 64\nniels-gpt seal DIR",
 )
-@argument("source", shell_complete=source_names, help="a cache whose partitions are built, or a folder of partitions")
-@option("--sizes-only", is_flag=True, help="compare the sizes of files, and do not read them for their sha256")
+@argument("source", shell_complete=source_names, help="the source of the cache, or a folder of partitions")
+@option("--sizes-only", is_flag=True, help="check only the sizes of the files, not their sha256")
 def seal(source: str, sizes_only: bool, **given: Any) -> Result:
     """Seal partitions."""
     from niels_gpt.commands.build import UnknownSourceError, built_rows, explicit_options, print_built
@@ -51,7 +51,7 @@ def seal(source: str, sizes_only: bool, **given: Any) -> Result:
         if kind is None:
             raise
         stated = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
-        raise UsageError(f"{stated}: {source} is a folder of partitions, which is sealed without flags") from error
+        raise UsageError(f"{stated}: {source} is a folder of partitions; leave the flags out") from error
     with progress_bar(f"seal {key}", unit="B", items="files") as progress:
         outcome = units_of(settings, key, fixes=False).seal(deep=not sizes_only, progress=progress)
     for code, warning in checked(outcome, settings):
@@ -64,7 +64,7 @@ settings_options(seal, with_eagle3=True)
 
 
 def seal_folder(kind: Kind, folder: Path) -> Result:
-    """Seal the units of a kind that were built in a folder, and print what it holds."""
+    """Seal the partitions in a folder, and print the contents of the cache."""
     with progress_bar("seal", "B") as progress:
         sealed = kind.seal(folder, progress)
     say(sealed.text)
@@ -74,17 +74,19 @@ def seal_folder(kind: Kind, folder: Path) -> Result:
 def build_one(
     settings: Settings, sources: Sequence[str], number: int, *, refresh: bool, restart: bool, yes: bool
 ) -> Result:
-    """Build one partition and print what it holds, and which command is next."""
+    """Build one partition, and print its contents and the next command."""
     from niels_gpt.commands.build import agreed
     from niels_gpt.commands.report import partition_line
     from niels_gpt.recipes.home_recipes import units_of
 
     key = _partitioned_key(settings, sources)
     if settings.retrain_tokenizer:
-        raise UsageError("--retrain-tokenizer: each partition would train one. Train it first: build any other cache")
+        raise UsageError(
+            "--retrain-tokenizer: each partition would train its own tokenizer. Build another cache with it first"
+        )
     agreed(settings, [key], yes=yes)
     if not 0 <= number < settings.partitions:
-        raise UsageError(f"--partition {number}: expected 0 to {settings.partitions - 1}, of --partitions")
+        raise UsageError(f"--partition {number}: expected 0 to {settings.partitions - 1}, below --partitions")
     units = units_of(settings, key, refresh=refresh)
     if restart:
         with progress_bar(f"{key} {number}", items=units.counted) as progress:
@@ -98,7 +100,7 @@ def build_one(
         made = units.build(number, progress=progress)
     say(partition_line(made))
     data = {"key": key, "partition": number, "partitions": settings.partitions, "reused": made.reused}
-    if "partition" in made.meta:  # else it is that of the sealed cache
+    if "partition" in made.meta:  # else it is the sealed cache's meta.json
         data |= {key: made.meta[key] for key in ("docs", "totals") if key in made.meta}
     data["seconds"] = made.seconds
     if "partition" not in made.meta:
@@ -111,55 +113,55 @@ def build_one(
 
 
 def _mended(units: CacheUnits, made: MadeUnit, mended: Mended) -> Result:
-    """Print which files of a sealed cache have their bytes again, and which command is next."""
+    """Print which files of a sealed cache are repaired, and the next command."""
     from niels_gpt.commands.report import partition_line
 
     say(partition_line(made))
     number, total = made.partition
     for name in mended.files:
-        say(f"{made.key}: {name} has its bytes again")
+        say(f"{made.key}: {name} is repaired")
     for name in mended.left:
-        say(f"{made.key}: {name} stays damaged: bytes of other partitions are wrong in it, or missing")
+        say(f"{made.key}: {name} is still damaged: bytes of other partitions are wrong or missing")
     if not mended.files and not mended.left:
         say(f"{made.key}: nothing of partition {number} was damaged")
     again = shlex.join(["niels-gpt", "verify", str(units.path), "--deep"])
     if mended.unit is not None:
         again = build_command(units.settings, made.key, "--partition", str(mended.unit), "--restart")
-    elif mended.left and not mended.files:  # nothing tells which partition would help
+    elif mended.left and not mended.files:  # the damaged partition is unknown
         again = build_command(units.settings, made.key, "--restart")
     data = {"key": made.key, "partition": number, "partitions": total, "reused": made.reused, "sealed": True}
     return Result({**data, "mended": mended.files, "damaged": mended.left, "seconds": made.seconds}, next=again)
 
 
 def on_dask(settings: Settings, where: str) -> Callable[..., Outcome]:
-    """Return what builds and seals a cache in partitions on a Dask cluster, for `build_caches`.
+    """Return a function that builds and seals a cache in partitions on a Dask cluster, for `build_caches`.
 
-    Raises: UsageError for settings without partitions; as `check_where`.
+    Raises: UsageError for settings without partitions and for a malformed `where`; ImportError without Dask.
     """
     from niels_gpt.recipes.dask import build_on_dask, check_where
 
     if settings.partitions < 2:
-        raise UsageError(f"--dask {where}: a worker builds partitions. Pass --partitions P too, 2 or more")
+        raise UsageError(f"--dask {where}: workers build partitions. Pass --partitions P too, 2 or more")
     check_where(where)
 
     def build(settings: Settings, name: str, *, progress: Progress | None = None, **how: Any) -> Outcome:
-        # Where no bar is drawn, each partition has a line of its own in the log.
+        # Without a bar, each partition logs a line.
         return build_on_dask(settings, name, where, progress=progress if sys.stderr.isatty() else None, **how)
 
     return build
 
 
 def _partitioned_key(settings: Settings, sources: Sequence[str]) -> str:
-    """Return the key of the one cache that is named. Raises: UsageError for several, and without partitions."""
+    """Return the key of the one named cache. Raises: UsageError for several caches, and without partitions."""
     from niels_gpt.commands.build import chosen_keys
     from niels_gpt.kinds.kind import has_partitions
 
     keys = chosen_keys(settings, sources)
     if len(keys) != 1 or not has_partitions(keys[0]):
-        expected = "expected one cache of text, chats or rollouts, or eagle3/targets; others have no partitions"
+        expected = "expected one cache of text, chats or rollouts, or eagle3/targets"
         raise UsageError(f"{', '.join(keys)}: {expected}")
     if settings.partitions < 2:
-        raise UsageError(f"{keys[0]}: how many partitions has it? Pass --partitions P, 2 or more")
+        raise UsageError(f"{keys[0]}: the number of partitions is missing. Pass --partitions P, 2 or more")
     return keys[0]
 
 

@@ -1,7 +1,7 @@
-"""What folding would save on recorded rollouts: the commands of python -m niels_gpt.prefix_tree.
+"""tree stats and tree show: how much folding saves on recorded rollouts; also python -m niels_gpt.prefix_tree.
 
-Files are read as `build --rollouts` reads them; - is the standard input. A group is folded by itself. Samples without a
-group are folded in runs of consecutive lines, since rollouts of one prompt are usually adjacent.
+Reads files as `build --rollouts` does; - is the standard input. Each group is folded by itself. Samples without a group
+are folded in runs of consecutive lines, since rollouts of one prompt are usually adjacent.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _FIRST_IDS, _LAST_IDS = 8, 4
 _CHARACTERS = 60
 _MOST = 10**15  # the largest number on the command line: FLOPs still fit into a float
 _PATH = click.Path(path_type=Path)
-_LINES = """Lines are rows as `build --rollouts` reads them: {"prompt_ids": [...], "completions": [[...], ...]} is a
-group, {"ids": [...]} a sample. A group is folded by itself; samples that name no group are folded in runs of
-consecutive lines. What a build would leave out is left out and counted."""
+_LINES = """Reads lines as `build --rollouts` does: {"prompt_ids": [...], "completions": [[...], ...]} is a group,
+{"ids": [...]} a sample. Each group is folded by itself; samples without a group are folded in runs of consecutive
+lines. Lines that a build would leave out are left out and counted."""
 _FILES = ".jsonl, .json (also .gz, .zst) or .parquet, or - for .jsonl from stdin"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run python -m niels_gpt.prefix_tree with arguments, default those of the process; returns the exit status."""
+    """Run python -m niels_gpt.prefix_tree and return its exit status. argv: default sys.argv."""
     return run(FACE, argv, "python -m niels_gpt.prefix_tree")
 
 
@@ -63,11 +63,11 @@ def _number(least: int) -> Callable[[str | int], int]:
 
 
 def _folding(function: Callable[..., Result]) -> Callable[..., Result]:
-    rows = "samples without a group that are folded together; 0: all of the file"
+    rows = "fold N samples without a group together; 0: all of the file"
     function = option("--rows", type=_number(0), metavar="N", default=ROWS, help=rows)(function)
-    key = "fold consecutive lines with the same value of this key together"
+    key = "fold consecutive lines together that have the same value for this key"
     function = option("--group-key", metavar="KEY", default=_GROUP, help=key)(function)
-    most = "of a line; a larger one is left out and counted"
+    most = "limit of a line's bytes; larger ones are left out and counted"
     return option("--max-document-bytes", type=_number(1), metavar="N", default=Settings.max_document_bytes, help=most)(
         function
     )
@@ -83,12 +83,12 @@ def read_rollouts(
     counters: Counter[str] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Rollouts]:
-    """Yield the lines of files in their order, as `build --rollouts` reads them.
+    """Yield the lines of files in order, read as `build --rollouts` does.
 
-    paths: "-" is the standard input. group_key: the field that names a line's group. counters: receives how many lines
-    and samples are left out, by reason; the first of each is logged. progress: gets lines, tokens, and None.
-    Raises: ValueError for a damaged file, for a sample without the group key that was asked for, and for a file
-        without rollouts; OSError.
+    paths: "-" is the standard input. group_key: the field that names a line's group. counters: receives the numbers of
+    lines and samples left out, by reason; the first of each is logged. progress: gets lines, tokens, and None.
+    Raises: ValueError for a damaged file; TreeError E804 for a sample without a `group_key` other than "group", and for
+        a file without rollouts; CacheError E208 for a cache; OSError.
     """
     from niels_gpt.data.files.rollouts import FORMS
 
@@ -108,7 +108,7 @@ def read_rollouts(
 
 
 def _line(path: str, number: int, row: dict[str, Any], group_key: str, counters: Counter[str]) -> Rollouts | None:
-    """Return a row's samples; None, counted, where a build would keep none of them. Raises: as read_rollouts."""
+    """Return a row's samples; None, and count it, if a build would keep none of them. Raises TreeError E804."""
     from niels_gpt.data.files.rollouts import NotRolloutsError, samples_of
     from niels_gpt.data.files.text import note
     from niels_gpt.prefix_tree.rollouts.records import checked
@@ -135,7 +135,7 @@ def _names(row: dict[str, Any]) -> str:
 
 
 def _rows(path: str, group_key: str, limit: int, counters: Counter[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a file with their numbers. Raises: as read_rollouts."""
+    """Yield the rows of a file with their numbers. Raises: ValueError, CacheError E208, OSError."""
     from niels_gpt.data.files import rollouts, rows, text
 
     def drop(problem: text.Problem) -> None:
@@ -159,17 +159,17 @@ def _rows(path: str, group_key: str, limit: int, counters: Counter[str]) -> Iter
 
 @command(
     "stats",
-    f"Print what folding would save: tokens, attention pairs, FLOPs.\n\n{_LINES}",
+    f"Print how many tokens, attention pairs and FLOPs folding saves.\n\n{_LINES}",
     examples="niels-gpt tree stats ROLLOUTS.jsonl --plot stats.png",
 )
 @argument("rollouts", nargs=-1, required=True, help=_FILES)
 @_folding
-@option("--attention", type=click.Choice(ATTENTIONS), default=ATTENTIONS[0], help="how a folded row is run")
-@option("--model", metavar="MODEL", help="folder or hub id: FLOPs are of the shape in its config.json")
-@option("--parameters", type=_number(1), metavar="N", help="of the model (7B)")
-@option("--layers", type=_number(1), metavar="N", help="of the model (32)")
-@option("--d-model", type=_number(1), metavar="N", help="of the model: the width of its attention (4096)")
-@option("--plot", type=_PATH, metavar="PNG", help="write a picture of the savings per forest and in total")
+@option("--attention", type=click.Choice(ATTENTIONS), default=ATTENTIONS[0], help="the attention that runs folded rows")
+@option("--model", metavar="MODEL", help="count FLOPs of this model: folder or hub id with a config.json")
+@option("--parameters", type=_number(1), metavar="N", help="parameters of the model (7B)")
+@option("--layers", type=_number(1), metavar="N", help="layers of the model (32)")
+@option("--d-model", type=_number(1), metavar="N", help="width of the model's attention (4096)")
+@option("--plot", type=_PATH, metavar="PNG", help="draw the savings of each forest and in total into this file")
 def stats(
     rollouts: tuple[str, ...],
     group_key: str,
@@ -204,7 +204,7 @@ def stats(
 
 
 def _shape(model: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
-    """Return the shape of a model; where it is not named, of the given sizes."""
+    """Return the shape of a model; without a name, the given sizes and those of a 7B model."""
     from niels_gpt.prefix_tree.forest import ModelShape
 
     given = {name: value for name, value in sizes.items() if value is not None}
@@ -225,14 +225,14 @@ def _shape(model: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
 
 @command(
     "show",
-    "Print the tree of a group, or of the run of rows that begins at a line.",
+    "Print the tree of the group, or of the run of samples, that begins at a line.",
     examples="niels-gpt tree show ROLLOUTS.jsonl --line 3",
 )
 @argument("rollouts", help=_FILES)
 @_folding
 @option("--line", type=_number(1), metavar="N", default=1, help="line of the file, from 1")
-@option("--tokenizer", metavar="MODEL", help="folder or hub id, to print text; ids if not given")
-@option("--nodes", type=_number(1), metavar="N", default=200, help="at most so many nodes")
+@option("--tokenizer", metavar="MODEL", help="print text by this tokenizer, a folder or hub id; default: ids")
+@option("--nodes", type=_number(1), metavar="N", default=200, help="print at most N nodes")
 def show(
     rollouts: str,
     group_key: str,
@@ -309,7 +309,7 @@ def _ids_text(ids: list[int]) -> str:
 
 
 def _decoder(name: str, largest: int) -> Callable[[list[int]], str]:
-    """Return a function from ids to text. Raises: as open_tokenizer; ValueError for ids outside its vocabulary."""
+    """Return a function from ids to text. Raises: ValueError for ids outside the vocabulary; OSError, ValueError."""
     from niels_gpt.chat.tokenizers import open_tokenizer
 
     tokenizer = open_tokenizer(name)
@@ -328,7 +328,7 @@ def _decoder(name: str, largest: int) -> Callable[[list[int]], str]:
 
 
 COMMANDS: list[Command] = [stats, show]
-FACE = Group("prefix_tree", COMMANDS, help="What folding would save on recorded rollouts, before it is integrated.")
+FACE = Group("prefix_tree", COMMANDS, help="How much folding shared prefixes saves on recorded rollouts.")
 
-ROOT_COMMANDS = [Group("tree", COMMANDS, help="What folding shared prefixes saves on recorded rollouts.")]
-"""What niels-gpt has of this package."""
+ROOT_COMMANDS = [Group("tree", COMMANDS, help="How much folding shared prefixes saves on recorded rollouts.")]
+"""The commands of this module in niels-gpt."""

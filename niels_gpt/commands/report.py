@@ -1,9 +1,10 @@
-"""Outcomes, plans and what was found in caches, as plain text."""
+"""Outcomes, plans, damages and differences of caches as plain text."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,8 @@ from niels_gpt.storage.meta_json import printable, shortened
 from niels_gpt.storage.remedies import PROGRAM
 
 _MOST_OF_SETTINGS = 20_000  # characters: 200 lines
+_ACTION = re.compile(r"(.*?)(?:: (.*)| \((.*)\))?", re.DOTALL)  # "cannot be built: no notes"; "build (one is there)"
+_COUNTER = re.compile(r"(?P<name>\w+) [\d,]*\d")
 
 
 def outcomes_table(
@@ -41,9 +44,9 @@ def outcomes_table(
     *,
     timed: bool = True,
 ) -> str:
-    """Return a line for each cache: what was done and what it holds; failures, losses and refusals stand at the end.
+    """Return a table with a line for each cache, then the losses and refusals.
 
-    refused: by a cache's key why its readers refuse it. timed: whether a run just made them.
+    refused: why readers refuse a cache, by key. timed: show the seconds of each build, unless all are up to date.
     """
     found: list[dict[str, str]] = []
     reasons = dict(refused)
@@ -51,13 +54,14 @@ def outcomes_table(
         cells: dict[str, str] = {}
         try:
             cells = _cells(outcome)
-        except _MALFORMED as error:  # a meta.json that anybody may have written costs its own line only
+        except _MALFORMED as error:  # a malformed meta.json spoils only its own line
             reasons.setdefault(outcome.key, _malformed(error))
         state = "refused" if outcome.key in reasons else _state(outcome)
         found.append({"cache": outcome.key, "state": state, **cells})
     found += [{"cache": key, "state": "refused" if key in reasons else "FAILED"} for key in failures]
-    columns = ["cache", "state", "holds", "train tokens", "val tokens", "on disk", *["seconds"] * timed]
-    if any("tokens" in cells for cells in found):  # of caches of one piece
+    is_timed = timed and not all(outcome.reused for outcome in outcomes)  # else it is the time of a look
+    columns = ["cache", "state", "holds", "train tokens", "val tokens", "on disk", *["seconds"] * is_timed]
+    if any("tokens" in cells for cells in found):  # caches without splits
         columns.insert(3, "tokens")
     rows = [tuple(columns), *(tuple(cells.get(name, "-") for name in columns) for cells in found)]
     refusals = (f"{key}: refused: {reason}" for key, reason in reasons.items())
@@ -66,9 +70,9 @@ def outcomes_table(
 
 
 def notices(outcome: Outcome) -> str:
-    """Return what is lost in a cache, on a line of its own or on several; "" where nothing is."""
+    """Return a line on the losses of a cache, folded; "" if there are none."""
     quiet: set[str] = set()
-    with suppress(*_MALFORMED):  # a meta.json of another form; its line says so
+    with suppress(*_MALFORMED):  # malformed; the table says so
         quiet = below(outcome.meta)
     found = _template_table(outcome.meta) | loss_table(outcome.meta, quiet)
     asked = outcome.meta.get("requested_vocab_size")
@@ -81,8 +85,22 @@ def notices(outcome: Outcome) -> str:
         found.pop("round trip", None)
     if not outcome.meta.get("unknown_ids"):
         found.pop("unknown ids", None)
+    if "noticed" in found:
+        found["noticed"] = _COUNTER.sub(lambda each: each[0] + _meaning(each["name"], outcome.meta), found["noticed"])
     said = "; ".join(f"{name}: {value}" for name, value in found.items())
     return _noted(f"{outcome.key}: {said}") if said else ""
+
+
+def _meaning(counter: str, meta: Mapping[str, Any]) -> str:
+    """Return what a counter means, in parentheses, if its name alone does not tell what to do; else ""."""
+    if counter == "merged_at_reply_edge":
+        return " (chats with a token that carries loss and reaches over the edge of a reply)"
+    if counter != "turns_without_loss":
+        return ""
+    template = meta.get("chat_template")
+    if isinstance(template, Mapping) and template.get("loss_on") == "assistant":
+        return " (assistant turns that call a tool, or of weight 0; for tool calls: --loss-on assistant,tool_calls)"
+    return " (assistant turns that --loss-on leaves out, or of weight 0)"
 
 
 def _noted(text: str) -> str:
@@ -90,7 +108,7 @@ def _noted(text: str) -> str:
 
 
 def outcome_line(outcome: Outcome) -> str:
-    """Return what was built in one line: "pretrain/notes: 1,204 documents, 5.81M tokens, in 3.2 s"."""
+    """Return one line about a build: "pretrain/notes: 1,204 documents, 5.81M tokens, in 3.2 s"."""
     meta = outcome.meta
     what = "not built, a stub" if meta.get("built") is False else held_text(meta)
     if isinstance(parts := meta.get("partitions"), Mapping):
@@ -99,7 +117,7 @@ def outcome_line(outcome: Outcome) -> str:
 
 
 def held_text(meta: Mapping[str, Any]) -> str:
-    """Return what a cache holds: "1,204 documents, 5.81M tokens"."""
+    """Return the contents of a cache: "1,204 documents, 5.81M tokens"."""
     kind = kind_named(meta["kind"])
     if kind is None:
         return f"kind {shortened(meta['kind'])}, which is not installed"
@@ -108,7 +126,7 @@ def held_text(meta: Mapping[str, Any]) -> str:
 
 
 def partition_line(made: MadeUnit) -> str:
-    """Return what a partition holds: "pretrain/notes: partition 3 of 8: 1,204 documents, 5.81M tokens, in 3.2 s"."""
+    """Return one line about a partition: "pretrain/notes: partition 3 of 8: 1,204 documents, in 3.2 s"."""
     number, meta = made.partition.number, made.meta
     if "partition" not in meta:
         return f"{made.key}: all {number_of(made.partition.total, 'partition')} are sealed, up to date"
@@ -121,7 +139,7 @@ _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErro
 
 
 def _cells(outcome: Outcome) -> dict[str, str]:
-    """Return what a cache holds, its tokens by split, its size on disk and the seconds of its build, by column."""
+    """Return a cache's cells of the table by column: contents, tokens of each split, size on disk, seconds."""
     kind = kind_named(outcome.meta.get("kind"))
     if kind is None:
         raise ValueError(f"kind is {shortened(outcome.meta.get('kind'))}")
@@ -139,9 +157,9 @@ def _cells(outcome: Outcome) -> dict[str, str]:
 def listed(root: Path, outcomes: Sequence[Outcome], damaged: Mapping[str, Exception]) -> list[dict[str, Any]]:
     """Return a row for each cache below a folder, ready for JSON.
 
-    key; state: built, up to date, partial, not built, or refused; refused: why the readers refuse it, in a few words,
-    or null. Of a cache whose meta.json can be read also totals, disk_bytes, and of the run that made it seconds,
-    tokens_per_second and peak_bytes of memory (null: not known).
+    key; state: built, up to date, partial, not built, or refused; refused: why readers refuse the cache, or null. With
+    a readable meta.json also totals and disk_bytes, and seconds, tokens_per_second and peak_bytes (memory) of the
+    build; null if unknown.
     """
     rows: list[dict[str, Any]] = []
     for outcome in outcomes:
@@ -166,8 +184,10 @@ def _malformed(error: Exception) -> str:
 
 
 def _template_table(meta: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a meta.json says of another chat template than the project's, as rows of a table: the template, and
-    the chats that were dropped by reason. Values in another form than docs/formats.md has are left out."""
+    """Return the chat template of a cache and the dropped chats by reason, as rows of a table.
+
+    Returns {} for niels-gpt's own template. Values that do not follow docs/formats.md are left out.
+    """
     template, dropped = meta.get("chat_template"), meta.get("dropped")
     if not isinstance(template, Mapping):
         return {}
@@ -179,13 +199,15 @@ def _template_table(meta: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plan_table(plans: Sequence[Plan], cache_dir: str) -> str:
-    """Return a line for each cache: what a run would do; notes; why some cannot be built; the disk that is free."""
+    """Return a table of the planned builds, then notes, the reasons against some, and the free disk space."""
     rows, reasons = [("what", "would be", "at least", "from")], dict[str, list[str]]()
     for item in plans:
-        action, _, why = item.action.partition(": ") if item.action.startswith("cannot") else (item.action, "", "")
+        action, why, detail = _ACTION.fullmatch(item.action).groups()  # type: ignore[union-attr]  # it matches any text
         rows.append((item.key, action, size_text(item.disk_bytes), item.source))
-        if why or item.note:
-            reasons.setdefault(f" {action}: {why}" if why else f": {item.note}", []).append(item.key)
+        for note in filter(
+            None, (why and f" {action}: {why}", detail and f": {detail}", item.note and f": {item.note}")
+        ):
+            reasons.setdefault(note, []).append(item.key)
     lines = "\n".join([table(rows), *(_noted(f"{', '.join(keys)}{why}") for why, keys in reasons.items())])
     return f"{lines}\ndisk free at {cache_dir}: {size_text(free_bytes(Path(cache_dir)))}"
 
@@ -193,7 +215,7 @@ def plan_table(plans: Sequence[Plan], cache_dir: str) -> str:
 def snapshot_lines(
     settings: Settings, source: str, dest: Path, tokens: int | None, folder: Path, manifest: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Return what a snapshot holds, and the command that builds from it: its settings are those of the snapshot."""
+    """Return the contents of a snapshot, and the command that builds from it with the same settings."""
     root = f"./{dest}" if str(dest) in ("hub", "sample") else str(dest)
     given: dict[str, Any] = {"source_root": root}
     for field in fields(settings):
@@ -202,7 +224,7 @@ def snapshot_lines(
     names = {split: f"{source}_{split}_tokens" for split in ("train", "val")}
     if tokens is not None:
         wanted = {split: getattr(settings, name) for split, name in names.items()}
-        if tokens < sum(wanted.values()):  # as much as it is for, in the same proportion
+        if tokens < sum(wanted.values()):  # the snapshot is smaller: keep the proportion
             given[names["val"]] = tokens * wanted["val"] // sum(wanted.values())
             given[names["train"]] = tokens - given[names["val"]]
     flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -216,13 +238,13 @@ def snapshot_lines(
 
 
 def checked(outcome: Outcome, settings: Settings) -> list[tuple[str, str]]:
-    """Make the checks of a build at its end; returns code and text of the warnings.
+    """Run the checks at the end of a build, and return code and text of each warning.
 
-    Raises: CacheError for what makes a cache bad.
+    Raises: CacheError E211 for problems that make the cache unusable.
     """
     limits = Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share)
     kind = Cache.open(outcome.path).kind
-    said = () if outcome.reused else ("budget_reached", "signals")  # the build has warned of them
+    said = () if outcome.reused else ("budget_reached", "signals")  # the build itself has warned of these
     names = [name for name in kind.checks_of_build(reused=outcome.reused, deep=limits.deep) if name not in said]
     verdicts = verify(outcome.path, limits, names=names)
     bad, warnings = list[str](), list[tuple[str, str]]()
@@ -233,7 +255,7 @@ def checked(outcome: Outcome, settings: Settings) -> list[tuple[str, str]]:
         else:
             warnings += [("W314" if check.name == "signals" else "W201", problem) for problem in problems]
     if bad:
-        again = "" if any(check.rule for check in kind.checks) else REBUILD  # problems of rules name the command
+        again = "" if any(check.rule for check in kind.checks) else REBUILD  # problems of rules name their own command
         text = "\n".join(["it fails its checks", *dict.fromkeys(bad)])
         raise CacheError(outcome.path, text, remedy=again, code="E211")
     return warnings
@@ -249,7 +271,7 @@ def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:
 
 
 def difference_lines(found: Mapping[str, Any]) -> str:
-    """Return what `kinds.diff.diff` found, for people."""
+    """Return the result of `kinds.diff.diff` as text."""
     if is_equal(dict(found)):
         return "equal" + ("" if found["compared"] else f"; documents were not compared: {found['why_not_tokens']}")
     lines = []

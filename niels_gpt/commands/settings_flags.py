@@ -1,4 +1,7 @@
-"""The settings as options, one for each field of Settings, and which of them --help shows; names of sources."""
+"""Make a command line option of each field of Settings, and complete names of sources.
+
+Decides which options --help shows; --help-all shows all of them.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,10 @@ COMMON = {
     "EAGLE-3": ("eagle3_target", "eagle3_source"),
     "Build": ("cache_dir", "seed", "partitions", "threads"),
 }
-"""The settings that --help shows, by their panel; the others are under --help-all."""
+"""The settings that --help shows, by panel. Only --help-all shows the others."""
 _EAGLE3 = "eagle3_"
 _LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")
-"""Settings of several entries, each a flag."""
+"""Settings of several entries, one for each use of the flag."""
 _CHOICES = {
     "on_special": ["drop", "raise", "text"],
     "loss_on": ["assistant", "assistant,tool_calls", "tool_calls", "last"],
@@ -51,10 +54,10 @@ _CHOICES = {
 def settings_options(
     command: click.Command, *, only: Collection[str] | None = None, with_eagle3: bool = False
 ) -> click.Command:
-    """Give a command an option for each field of Settings, or for some, and --help-all where it hides one.
+    """Give a command an option for each field of Settings, and --help-all if its help hides some.
 
-    The callback gets them all as keywords: `settings_of` makes Settings of these. with_eagle3: those of eagle3 too,
-    which no cache of tokens reads.
+    The callback gets them as keywords; `settings_of` makes Settings of these. only: the fields to take. with_eagle3:
+    take the fields of eagle3 too, if `only` is not given.
     """
     panels = {name: panel for panel, names in COMMON.items() for name in names}
     types = get_type_hints(Settings)
@@ -69,7 +72,7 @@ def settings_options(
     command.params[:] = list(dict.fromkeys(command.params))
     command.context_settings = {**command.context_settings, "token_normalize_func": _current_name}
     if any(option.hidden for option in options):
-        text = "show every option, with those that few need"
+        text = "show all options"
         callback: Callable[..., Any] = _show_all
         flag: dict[str, Any] = {
             "is_flag": True,
@@ -83,9 +86,9 @@ def settings_options(
 
 
 def _current_name(name: str) -> str:
-    """Return the name of an option; the earlier one of --tokenizer is accepted, and not shown.
+    """Return the present name of an option; --tokenizer-model is --tokenizer.
 
-    Raises: click.UsageError for an earlier option that took no value.
+    Raises: click.UsageError for --append-eot, which took no value.
     """
     if name in ("append-eot", "no-append-eot"):
         now = "--document-end none" if name.startswith("no-") else "--document-end auto, the default"
@@ -106,7 +109,7 @@ def _option(field: Any, kind: Any, panel: str | None, *, is_hidden: bool) -> Ric
             multiple=True,
             default=None,
             metavar="LINE",
-            help=text.partition("; several")[0] + "; may be given several times",
+            help=text.partition("; several")[0] + "; repeatable",
         )
     elif kind is bool:
         flag = f"{flag}/--no-{flag[2:]}"
@@ -130,7 +133,7 @@ def _show_all(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
 
 
 def settings_of(given: Mapping[str, Any]) -> Settings:
-    """Return the Settings that the options of a command spell. Raises: ValueError as Settings."""
+    """Return the Settings of a command's options. Raises: ValueError for a value out of range."""
     values: dict[str, Any] = {field.name: given.get(field.name, field.default) for field in fields(Settings)}
     for name, value in values.items():
         if isinstance(value, tuple):  # several lines of an option are one setting
@@ -139,10 +142,10 @@ def settings_of(given: Mapping[str, Any]) -> Settings:
 
 
 def source_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete the name of a source, built-in or user-defined."""
+    """Complete the name of a built-in or user-defined source."""
     from niels_gpt.recipes.user_sources import user_sources
 
     names = {name: spec.family for name, spec in SOURCES.items()} | {key: key.split("/")[0] for key in home_keys()}
-    with contextlib.suppress(ValueError, OSError):  # a sources.toml that cannot be read completes nothing
+    with contextlib.suppress(ValueError, OSError):  # a sources.toml that cannot be read adds no names
         names |= {name: user.family for name, user in user_sources(settings_of(ctx.params)).items()}
     return [CompletionItem(name, help=family) for name, family in names.items() if name.startswith(incomplete)]

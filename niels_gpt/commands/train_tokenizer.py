@@ -1,4 +1,4 @@
-"""Train a tokenizer on files (PR-01): python -m niels_gpt.train_tokenizer. Give one the sentinels: add-sentinels."""
+"""train-tokenizer (PR-01), also python -m niels_gpt.train_tokenizer; and add-sentinels."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from niels_gpt.tokenizer_training import (
 from niels_gpt.work import ended_at_once
 
 _OF_SENTENCEPIECE = ("model_type", "normalization", "character_coverage")
-_NO_LIMIT = 1 << 62  # of a document: a corpus may be one file, and is cut at line ends
+_NO_LIMIT = 1 << 62  # bytes of a document: a corpus may be one file; training cuts it at line ends
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run python -m niels_gpt.train_tokenizer with arguments, default those of the process; returns the exit status."""
+    """Run python -m niels_gpt.train_tokenizer and return its exit status. argv: default sys.argv."""
     return run(train, argv, "python -m niels_gpt.train_tokenizer")
 
 
@@ -48,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     errors=(OSError, ValueError),
     unread=1,
     level=logging.WARNING,
-    examples="niels-gpt train-tokenizer --input-glob 'texts/**/*.md' --input-glob 'more/*.jsonl.gz' --out-dir DIR",
+    examples="niels-gpt train-tokenizer --input-glob 'texts/**/*.md' --input-glob 'more/*.jsonl' --out-dir DIR",
 )
-@option("--input-glob", multiple=True, required=True, metavar="GLOB", help="files to read; may be given repeatedly")
+@option("--input-glob", multiple=True, required=True, metavar="GLOB", help="files to read; repeatable")
 @option(
     "--out-dir",
     type=click.Path(path_type=Path),
@@ -59,20 +59,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     help="folder of spm.model or tokenizer.json",
     show_default="artifacts/tokenizer of the project",
 )
-@option("--kind", type=click.Choice(TRAINED_KINDS), default="sentencepiece", help="bpe: a byte-level tokenizer.json")
-@option("--vocab-size", type=int, default=16_000, metavar="N", help="ids, the four sentinels included")
-@option("--seed", type=int, default=42, metavar="N", help="recorded; the training draws no random number")
-@option("--model-type", type=click.Choice(MODEL_TYPES), default="unigram", help="of SentencePiece")
-@option("--normalization", type=click.Choice(NORMALIZATIONS), default="identity", help="only identity is lossless")
-@option("--character-coverage", type=float, default=0.9999, metavar="X", help="share of characters that get a piece")
-@option("--max-bytes", type=int, metavar="N", help="read at most so many bytes of text; all if not given")
-@option("--text-field", default="text", metavar="NAME", help="of jsonl and parquet rows")
+@option(
+    "--kind",
+    type=click.Choice(TRAINED_KINDS),
+    default="sentencepiece",
+    help="sentencepiece, or bpe: a byte-level tokenizer.json",
+)
+@option("--vocab-size", type=int, default=16_000, metavar="N", help="number of ids, the four sentinels included")
+@option("--seed", type=int, default=42, metavar="N", help="recorded only: training is not random")
+@option("--model-type", type=click.Choice(MODEL_TYPES), default="unigram", help="SentencePiece model type")
+@option(
+    "--normalization",
+    type=click.Choice(NORMALIZATIONS),
+    metavar="RULE",
+    default="identity",
+    help=f"SentencePiece normalization rule: {', '.join(NORMALIZATIONS)}; only identity is lossless",
+)
+@option(
+    "--character-coverage", type=float, default=0.9999, metavar="X", help="share of characters with an id of their own"
+)
+@option("--max-bytes", type=int, metavar="N", help="read at most N bytes of text; default: all")
+@option("--text-field", default="text", metavar="NAME", help="text field of JSONL and Parquet rows")
 def train(input_glob: tuple[str, ...], out_dir: Path, text_field: str, **how: Any) -> Result:
     """Train and write a tokenizer."""
     context = click.get_current_context()
     for name in _OF_SENTENCEPIECE if how["kind"] == "bpe" else ():
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')}: of SentencePiece, and has no effect with --kind bpe")
+            raise click.UsageError(f"--{name.replace('_', '-')}: for SentencePiece, without effect with --kind bpe")
     files, base = input_files(input_glob)
     with ended_at_once():
         trained = train_tokenizer(_texts(files, text_field), trained_on="files", **how)
@@ -88,13 +101,14 @@ def train(input_glob: tuple[str, ...], out_dir: Path, text_field: str, **how: An
 
 @command(
     "add-sentinels",
-    "Give a tokenizer the four sentinels.\n\nThey are the tokens that mark the turns of a chat; sft caches need them. "
-    "OUT is a copy with four more ids; the ids of all other tokens stay.",
+    "Copy a tokenizer and add the four sentinels.\n\n"
+    "Sentinels are the tokens that mark the turns of a chat; sft caches need them. The copy has four more ids; all "
+    "other ids stay the same.",
     examples="niels-gpt add-sentinels models/gpt2 models/gpt2-chat",
 )
 @argument("model", help="a SentencePiece model, a tokenizer.json, or a folder with one")
 @argument("out", type=click.Path(path_type=Path), help="the new folder")
-@option("--follow-links", is_flag=True, help="read files of a folder that are links")
+@option("--follow-links", is_flag=True, help="read files that are links")
 def sentinels(model: str, out: Path, follow_links: bool) -> Result:
     """Write a tokenizer with the sentinels."""
     from niels_gpt.tokenizers.protocol import NARROW_IDS
@@ -111,9 +125,9 @@ def sentinels(model: str, out: Path, follow_links: bool) -> Result:
 
 
 def input_files(patterns: Sequence[str]) -> tuple[list[Path], Path]:
-    """Expand glob patterns, `**` included, to files and the folder common to them; each file once.
+    """Expand glob patterns, `**` included. Returns the files, each once, and the folder common to them.
 
-    They are in order of their path below that folder, so that the same files elsewhere come in the same order.
+    The files are ordered by their path below that folder, so that the same files elsewhere have the same order.
     Raises: FileNotFoundError if a pattern matches no file.
     """
     found: list[Path] = []
@@ -126,7 +140,7 @@ def input_files(patterns: Sequence[str]) -> tuple[list[Path], Path]:
 
 
 def _texts(files: Sequence[Path], field: str) -> Iterator[str]:
-    counters: Counter[str] = Counter()  # the first file that is not UTF-8 is logged
+    counters: Counter[str] = Counter()  # read_text logs the first file that is not UTF-8
     for path in files:
         if not path.name.lower().endswith(TABLE_SUFFIXES):
             yield read_text(path, counters=counters, max_document_bytes=_NO_LIMIT)
@@ -152,11 +166,11 @@ def _report(trained: TrainedTokenizer, paths: TokenizerPaths) -> None:
     say(f"wrote {paths.model_path} and {paths.meta_path.name}")
     say(f"vocabulary: {meta['vocab_size']} ids, sha256 {meta['model_sha256']}")
     if meta["vocab_size"] < meta["requested_vocab_size"]:
-        say(f"  smaller than the {meta['requested_vocab_size']} asked for: the texts allow no more")
+        say(f"  fewer than the {meta['requested_vocab_size']} asked for: the texts give no more")
     in_pieces = f" in {meta['pieces']} pieces" if "pieces" in meta else ""  # bpe takes whole texts
     say(
         f"trained on {meta['documents']} documents from {len(meta['input_files'])} files{in_pieces}; "
         f"{meta['share_seen']:.2%} of {meta['bytes_given']:,} bytes seen"
     )
     if meta["documents_with_reserved_literal"]:
-        say(f"  left out for a reserved literal: {meta['documents_with_reserved_literal']} documents")
+        say(f"  left out: {meta['documents_with_reserved_literal']} documents that contain a reserved literal")

@@ -12,7 +12,7 @@ sources.py        the table of built-in sources; a new one is a line here
 spec.py           a row of the table: how a source is found, loaded, split, credited and built
 upstream_rows.py  rows of a built-in source from a mirror or the hub: their numbers, and which are too large
 local.py          user-defined sources: the files that a pattern matches, and their texts, chats and rollouts
-reader.py         reads a source's files from a position on; counts and logs what is dropped
+reader.py         reads a source's files from a position on; counts and logs dropped rows
 chat_shapes.py    the forms of a chat in a user's file, and the known roles
 exclude.py        documents and chats that --exclude leaves out
 types.py          samples: PretrainSample, ChatSample, ...; and the id of a sample in its source

@@ -1,4 +1,4 @@
-"""What a chat may look like in a user's file: a list of messages, ShareGPT's conversations, or a pair of fields.
+"""The forms of a chat in a user's file: a list of messages, ShareGPT's conversations, or a pair of fields.
 
     {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello."}]}
     {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hello."}], "system": "Be brief."}
@@ -7,8 +7,8 @@
 The first of SHAPES that a row has is read. A field that is null is absent: rows of parquet have every field.
 
 There are two readings. `messages_of` is for the project's own chats: system, user and assistant, and words alone.
-`raw_chat_of` is for other chat templates: a turn keeps its role and all its fields. Both count what they leave out
-of a chat: `unread_field:NAME`, and `contradicting_shape` where another shape of the row gives another chat.
+`raw_chat_of` is for other chat templates: a turn keeps its role and all its fields. Both count the parts that a chat
+loses: `unread_field:NAME`, and `contradicting_shape` where another shape of the row gives another chat.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NEVER_READ = ("system_message", "history")  # history: of Alpaca, the turns bef
 FIELDS = frozenset(
     (*LISTS, *(name for pair in PAIRS for name in pair), *SYSTEM_FIELDS, *CONTEXT_FIELDS, *_TOOLS, *_NEVER_READ)
 )
-"""The fields of a row that are read or counted."""
+"""Fields of a row that are read or counted."""
 MALFORMED, NOT_TEXT, WEIGHT_0 = "malformed", "not_text", "weight_0"
 _READ_OF_TURN = frozenset(("role", "from", "content", "value", "weight", "tool_calls"))  # a turn with calls is refused
 _RESULTS = ("tool", "observation", "function_response", "tool_response")  # of ShareGPT: what a tool answered
@@ -61,14 +61,14 @@ _MAY_SAY_NOTHING = ("tool_calls", "reasoning_content", "thinking", "reasoning") 
 
 
 class NotAChatError(ValueError):
-    """A row is no chat that can be used."""
+    """A row is no usable chat."""
 
     def __init__(self, reason: str, found: str = "", *, role: str | None = None) -> None:
         super().__init__(f"{reason}: found {found or 'none of the known shapes'}")
         self.reason = reason
         """missing_field, malformed, unknown_role, not_text or weight_0."""
         self.found = found
-        """What was found instead of a turn or text, for messages; "" if the row has no known shape."""
+        """The value in place of a turn or text, for messages; "" if the row has no known shape."""
         self.role = role
         """The unknown role."""
 
@@ -76,11 +76,14 @@ class NotAChatError(ValueError):
 def messages_of(row: Mapping[str, Any], counters: Counter[str] | None = None) -> list[ChatMessage]:
     """Return the turns of a row; its system field, if any, is the first. Blank contents are kept.
 
-    counters: receives what is left out of the chat.
+    counters: receives the parts that the chat loses.
     Raises: NotAChatError "missing_field" for a row of no known shape; "unknown_role" for a turn with a role that is not
         in ROLES, such as a tool's; "malformed" for a turn or field that is no text, for a turn that calls a tool or has
         another weight than 0 and 1, and for a list without turns; "weight_0" for a reply of that weight, since every
         reply carries loss.
+
+    >>> messages_of({"instruction": "Sum it up.", "input": "A long text.", "output": "A short one."})
+    [ChatMessage(role='user', content='Sum it up.\\n\\ncontext:\\nA long text.'), ChatMessage(role='assistant', ...)]
     """
 
     def read(turns: _Turns) -> list[ChatMessage]:
@@ -103,7 +106,7 @@ def _unread(given: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def _contradicted(chat: Any, row: Mapping[str, Any], others: Sequence[_Shape], read: Callable[[_Turns], Any]) -> bool:
-    """Whether one of the other shapes of a row gives another chat than the one that `read` made; it may give none."""
+    """Return whether one of the other shapes of a row gives another chat. A shape that gives none does not count."""
     for other in others:
         try:
             if read(_turns_of(row, other)) != chat:
@@ -119,12 +122,12 @@ def with_context(instruction: str, context: str) -> str:
 
 
 _Shape = tuple[Any, ...]
-"""The lists of turns that make a chat, one or two, or two texts: what was asked and what was answered."""
+"""One or two lists of turns that make a chat; or two texts, the question and the answer."""
 _Turns = list[Mapping[str, Any]]
 
 
 def _shapes_of(row: Mapping[str, Any]) -> list[_Shape]:
-    """Return the known shapes that a row has, at least one. Raises: NotAChatError if it has none."""
+    """Return the known shapes of a row, at least one. Raises: NotAChatError "missing_field" if it has none."""
     shapes: list[_Shape] = [(row[name],) for name in LISTS if isinstance(row.get(name), list)]
     for asked, answered in PAIRS:
         match row.get(asked), row.get(answered):
@@ -137,7 +140,7 @@ def _shapes_of(row: Mapping[str, Any]) -> list[_Shape]:
 
 
 def _turns_of(row: Mapping[str, Any], shape: _Shape) -> _Turns:
-    """Return the turns of a shape of a row as they are, at least one. Raises: NotAChatError."""
+    """Return the turns of a shape as the row has them, at least one. Raises: NotAChatError "malformed"."""
     if isinstance(shape[0], str):
         question, answer = shape
         for name in CONTEXT_FIELDS:
@@ -223,16 +226,17 @@ def _either(turn: Mapping[str, Any], name: str, other: str) -> Any:
 def raw_chat_of(
     row: Mapping[str, Any], *, sparse: bool, counters: Counter[str] | None = None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Return the turns of a row and its tools, as they are; its system field, if any, is the first turn.
+    """Return the turns of a row and its tools, with all their fields; its system field, if any, is the first turn.
 
-    The other names of ROLES become system, user and assistant; every other role stays. A turn of ShareGPT has `role`
-    and `content` in place of `from` and `value`. An empty list of calls is left out, and a `function_call` becomes one
-    of `tool_calls`. `tools` is a list, or its JSON; without it, `functions` is the list of their functions.
-    sparse: leave out null fields at any depth, as rows of parquet have them; else those of a turn alone.
-    counters: receives what is left out of the row; what a template leaves out of a turn is counted elsewhere.
-    Raises: NotAChatError as messages_of, but for roles, calls and replies of weight 0; "not_text" for a content with a
-        part that is no text, such as a picture; "malformed" for a turn without content that neither calls a tool nor
-        has reasoning, and for tools that are no list of objects; "unknown_role" for a `from` that has no known role.
+    Roles with another name in ROLES become system, user or assistant; every other role stays. A turn of ShareGPT gets
+    `role` and `content` in place of `from` and `value`. An empty list of calls is left out, and a `function_call`
+    becomes an entry of `tool_calls`. `tools` is a list, or its JSON; without it, `functions` is the list of functions.
+    sparse: leave out null fields at any depth, as in rows of parquet; else null fields of a turn alone.
+    counters: receives the parts that the row loses. Parts of a turn that a template ignores are counted elsewhere.
+    Raises: NotAChatError "missing_field" for a row of no known shape; "not_text" for a content with a part that is no
+        text, such as a picture; "unknown_role" for a `from` that has no known role; "malformed" for a turn or field of
+        another type, for a weight other than 0 and 1, for a list without turns, for tools that are no list of objects,
+        and for a turn without content that neither calls a tool nor has reasoning.
     """
     found = _without_nulls(row) if sparse else row
     system = next((text for name in SYSTEM_FIELDS if (text := _text_field(found, name)).strip()), None)
@@ -278,7 +282,7 @@ def _raw_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_content(content: Any, *, may_be_absent: bool) -> None:
-    """Raise NotAChatError for a content that is neither text, nor a list of texts, nor an object."""
+    """Check that a content is text, a list of texts, or an object. Raises: NotAChatError."""
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):

@@ -1,4 +1,4 @@
-"""Instructions: how a row of Dolly 15k, an instruction with a response and perhaps a context, becomes a chat."""
+"""Dolly 15k: instructions. A row, with instruction, response and perhaps context, becomes a chat of two turns."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def iter_dolly_sft(
     position: dict[str, int] | None = None,
     partition: Partition | None = None,
 ) -> Iterator[ChatSample]:
-    """Stream Dolly as two-turn chats, with a system turn first on request (PR-02).
+    """Yield Dolly as two-turn chats, with a system turn first on request (PR-02).
 
-    A non-blank context follows the instruction after "\\n\\ncontext:\\n"; texts stay as they are. Rows with a blank
-    instruction or response count as "blank_field"; rows where one is absent, or a field is not a string, count as
-    "missing_field"; both are dropped. Other counters and links: as iter_fineweb_edu.
-    split: "all" reads every upstream split. shuffle: holds all rows in memory; otherwise they stream in upstream order.
-    position: of a mirror's files, without `shuffle` and `take`: see reader.Position. partition: whose rows
-        alone are read.
-    meta is the row and its "index".
+    A context that is not blank follows the instruction after "\\n\\ncontext:\\n"; texts stay as they are. Two kinds of
+    rows are dropped: with a blank instruction or response, counted as "blank_field"; without one of them, or with a
+    field that is no string, counted as "missing_field". meta is the row and its "index".
+    split: "all" reads every upstream split.
+    shuffle: hold all rows in memory and permute them; otherwise they come in upstream's order.
+    position: where to resume in a mirror's files, without `shuffle` and `take`: see reader.Position.
+    Takes the other arguments of `iter_fineweb_edu`, and raises its errors.
     """
     check_take(take)
     is_whole = not shuffle and take is None

@@ -1,4 +1,4 @@
-"""Which documents and chats are left out by --exclude: a file of source ids and sha256 of texts, one per line.
+"""Documents and chats that --exclude leaves out: a file of source ids and sha256 of texts, one per line.
 
     # decontamination: the questions of our evaluation
     5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03
@@ -6,7 +6,7 @@
     journal/2024-05-01.md
 
 64 hex digits are an id, or the sha256 of a text's UTF-8, exactly as its source has it; text after a space, such as the
-file name that `sha256sum` prints, is ignored. Anything else is an id. The ids of a document are its row's `id`, its
+file name that `sha256sum` prints, is ignored. Anything else is an id. A document has these ids: its row's `id`, its
 file's path below the source's folder, and for oasst1 the ids of its tree and messages. A chat is left out if one of its
 ids, or the text of one of its messages, is listed; a group of rollouts if its id or its file is. Blank lines, and lines
 that start with `#` and a space, are ignored.
@@ -35,27 +35,27 @@ Sample = TypeVar("Sample", PretrainSample, ChatSample, RawChat, SequenceGroup)
 
 EXCLUDED = "excluded"
 MAX_BYTES = 1 << 28
-"""Of the file: four million sha256."""
+"""Limit of the file: four million sha256."""
 _DIGEST = re.compile(r"([0-9a-fA-F]{64})(\s.*)?")
 _ID_FIELDS = ("id", "path", "message_tree_id")
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """The entries of the file: ids, and sha256 in lower case."""
+    """A parsed file of --exclude, and the entries that matched."""
 
     entries: frozenset[str]
+    """Ids, and sha256 in lower case."""
     matched: set[str] = field(default_factory=set, compare=False)
-    """Those that named something since this process has read the file."""
+    """Entries that named something since this process read the file."""
     resumed: set[str] = field(default_factory=set, compare=False)
-    """Sources that this process has read from a later row on, so that `matched` may lack their entries."""
-
+    """Sources that this process resumed behind their first row, so that `matched` may lack their entries."""
     absent: dict[Path, frozenset[str]] = field(default_factory=dict, compare=False)
-    """By a cache that was reused, the entries that its source was read for, and does not have."""
+    """Cache folder -> entries that its source was read for and does not have, for caches that were reused."""
 
     @cached_property
     def facts(self) -> dict[str, int | str]:
-        """Return the entries of meta.json: the number of entries, and a sha256 that does not depend on their order."""
+        """Facts for meta.json: the number of entries, and a sha256 that does not depend on their order."""
         lines = "".join(f"{entry}\n" for entry in sorted(self.entries))
         return {"entries": len(self.entries), "sha256": _digest_of(lines)}
 
@@ -64,7 +64,7 @@ class Exclusion:
         return any(_DIGEST.fullmatch(entry) for entry in self.entries)
 
     def matching(self, sample: PretrainSample | ChatSample | RawChat | SequenceGroup) -> frozenset[str]:
-        """Return the entries that name a document, a chat or a group; it is left out if there is one."""
+        """Return the entries that name a sample. It is left out if there is one."""
         names = [str(sample.meta[key]) for key in _ID_FIELDS if key in sample.meta]
         ids = sample.meta.get("message_ids")
         names += ids if isinstance(ids, list) else ()  # a file's row may hold anything there
@@ -80,8 +80,8 @@ class Exclusion:
 def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
     """Read the file of --exclude.
 
-    Raises: FileNotFoundError if it does not exist; ValueError if it is no regular file, is larger than MAX_BYTES, is
-        not UTF-8 or has no entry.
+    Raises: SourceNotFound E301 if it does not exist; NotRegularError E205 if it is no regular file; SourceError E206 if
+        it is larger than MAX_BYTES, E302 if it is not UTF-8, E303 if it has no entry.
     """
     file = Path(path).expanduser()
     try:
@@ -99,7 +99,7 @@ def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
 
 @lru_cache(maxsize=1)
 def _read(path: Path, mtime_ns: int, size: int) -> Exclusion:
-    """Parse a file; the cache is for one modification time and size, as a build and each asset read the file."""
+    """Parse a file. A build and each asset read it; the cache holds while modification time and size stay the same."""
     if size > MAX_BYTES:
         raise SourceError(f"{path}: {size:,} bytes, expected a list of at most {MAX_BYTES:,}", code="E206")
     with open(open_for_reading(path, follow_links=True), "rb") as file:
@@ -111,9 +111,10 @@ def _read(path: Path, mtime_ns: int, size: int) -> Exclusion:
 
 
 def remaining(samples: Iterable[Sample], exclude: str | None, counters: Counter[str]) -> Iterator[Sample]:
-    """Yield the samples that the file `exclude` does not list; the others count as "excluded", which may be 0.
+    """Yield the samples that the file `exclude` does not list. The others count as "excluded", which may be 0.
 
-    exclude: None for no file; it is read at the first sample. At the end, the number of matched entries is logged.
+    exclude: None: yield all. The file is read at the first sample; the number of matched entries is logged at the end.
+    Raises: the errors of `read_exclusion`.
     """
     if exclude is None:
         yield from samples

@@ -1,4 +1,4 @@
-"""Web pages: how FineWeb-Edu's rows become documents."""
+"""FineWeb-Edu: web pages. A row is a document."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ def iter_fineweb_edu(
     follow_links: bool = False,
     partition: Partition | None = None,
 ) -> Iterator[PretrainSample]:
-    """Stream FineWeb-Edu documents (PR-02), empty ones included.
+    """Yield FineWeb-Edu documents (PR-02), empty ones included.
 
-    shuffle: by the hub library's own seeded shuffle (D8). Rows of a mirror or the sample come in file order: there the
-        cache builder's torch buffer shuffles. A mirror's folder `<name>/` or `data/<name>/` is read alone.
-    max_document_bytes: of a row. Larger rows count as "too_large", rows that cannot be read as "unreadable_row", rows
-        without a text as "missing_field".
-    follow_links: below the mirror's folder; otherwise links count as "links_not_followed".
-    partition: whose rows alone are read: see data.files.part. The hub is then streamed, and its shuffle is seeded by
-        Partition.seed.
-    Raises: ValueError at the end if rows were dropped and none is left.
+    name: the dataset's config. In a mirror its folder, `<name>/` or `data/<name>/`, is read alone if it exists.
+    shuffle: use the hub library's own seeded shuffle (D8). Rows of a mirror or the sample come in file order; the cache
+        builder shuffles these in a buffer of its own.
+    counters: receives dropped and repaired rows, by reason. Rows larger than `max_document_bytes` count as "too_large",
+        rows that cannot be read as "unreadable_row", rows without a text as "missing_field".
+    follow_links: follow links below the mirror's folder; otherwise they count as "links_not_followed".
+    partition: read its rows alone: see data.files.part. The hub is then streamed, with the seed Partition.seed.
+    Raises: SourceNotFound E301 if a mirror has no such files; SourceError E302 for a damaged file; SourceError E303 at
+        the end if rows were dropped and none is left.
     """
     check_take(take)
     rows = UpstreamRows(SOURCE, counters, max_document_bytes, partition)
@@ -72,7 +73,7 @@ def _files(settings: Settings, root: Path | None) -> LocalFiles:
 
 
 def _load(request: LoadRequest) -> list[Part]:
-    """The hub's stream is shuffled by `datasets` (D8); a mirror's rows are in file order."""
+    """Load pages: a mirror's in file order, the hub's as `datasets` shuffles its stream (D8)."""
     if request.found is not None:
         return [(None, request.documents(SOURCE, request.settings.fineweb_edu_dataset))]
     settings = request.settings

@@ -1,4 +1,4 @@
-"""Books: English texts of Project Gutenberg, a file of a mirror or a row of a table each."""
+"""Project Gutenberg: English books. A file of a mirror is one book, or has one in each row."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def iter_gutenberg(
     follow_links: bool = False,
     partition: Partition | None = None,
 ) -> Iterator[PretrainSample]:
-    """Stream books; shuffling, counters, links and partitions as in iter_fineweb_edu (PR-02).
+    """Yield books (PR-02). Takes the other arguments of `iter_fineweb_edu`, and raises its errors.
 
     A mirror and the sample keep them in `gutenberg/`, for any `dataset_id`: a .txt or .md file is one whole book, with
     meta["path"]; a .jsonl or .parquet file has one book per row.
@@ -68,7 +68,7 @@ def _files(settings: Settings, root: Path | None) -> LocalFiles:
 
 
 def _load(request: LoadRequest) -> list[Part]:
-    """Books, in the order that `iter_fineweb_edu` describes."""
+    """Load books: a mirror's in file order, the hub's as `datasets` shuffles its stream (D8)."""
     if request.found is not None:
         books = request.documents(SOURCE, FOLDER, book_suffixes=BOOK_SUFFIXES)
         return [(None, books)]

@@ -1,9 +1,9 @@
-"""User-defined sources: which files a pattern matches, and how their rows become texts or chats.
+"""User-defined sources: which files a pattern matches, and how their rows become texts, chats or rollouts.
 
-A .txt, .md, .rst or .html file is one document, unchanged; in .jsonl, .json and .parquet files each row is a text or a
-chat. All but .parquet may be compressed, with .gz or .zst after the suffix. What gives no sample is counted: as
-too_large, unreadable_row, missing_field, malformed, not_text, unknown_role, weight_0, empty_file or git_lfs_pointer. So
-is what is left out of a sample that is kept: unread_field:NAME, contradicting_shape, other_text_field.
+A .txt, .md, .rst or .html file is one document, unchanged. In .jsonl, .json and .parquet files each row is a sample.
+All but .parquet may be compressed, with .gz or .zst after the suffix. Rows and files without a sample are counted as
+too_large, unreadable_row, missing_field, malformed, not_text, unknown_role, weight_0, empty_file or git_lfs_pointer.
+Parts that a kept sample loses are counted too: unread_field:NAME, contradicting_shape, other_text_field.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _MAX_ID_CHARS = 1 << 16  # a longer one is no name, and `locate` could not read 
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """The files of one user-defined source, and what they hold."""
+    """The files of one user-defined source, and the samples in them."""
 
     root: Path
     """A folder above all of them; a file's name is its path below it."""
     files: tuple[Path, ...]
-    """Absolute, each once, in byte order of their names."""
+    """Absolute paths, each once, in byte order of their names."""
     other_files: int
-    """How many matching files are not read: pictures among notes, pipes, broken links."""
+    """Number of matching files that are not read: pictures among notes, pipes, broken links."""
     other_kinds: tuple[tuple[str, int], ...] = ()
-    """Their suffixes with their number, the most frequent first."""
+    """(suffix, number) of these other files, the most frequent first."""
     links: tuple[Path, ...] = ()
-    """Links that are not followed: those that match, or lead to files that may match."""
+    """Links that are not followed, and match or lead to files that may match."""
     resource_forks: int = 0
-    """How many files `._NAME`, which macOS puts beside NAME on other disks, would match if they were not hidden."""
+    """Number of files `._NAME`, put beside NAME by macOS on other disks, that would match if they were not hidden."""
 
     def name_of(self, path: Path) -> str:
         """Return a file's name, with / between folders and U+FFFD for bytes that are not UTF-8."""
@@ -78,18 +78,19 @@ class LocalFiles:
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
         position: dict[str, int] | None = None,
     ) -> Iterator[PretrainSample]:
-        """Stream documents in order of files and rows, empty ones included.
+        """Yield documents in order of files and rows, empty ones included.
 
-        A .jsonl, .json or .parquet file has rows; any other file is one document.
+        A .jsonl, .json or .parquet file has rows; any other file is one document. A sample's meta has "index", its
+        number from 0; "path", the file's name; for a row "row", its number from 1 (the line in .jsonl), and "id" as a
+        string, if it is a string or an integer.
         source: the samples' source.
-        field: of a row's text; None: the first of text, content, document that is a string. A row without a text
+        field: holds a row's text; None: the first of text, content, document that is a string. A row without a text
             counts as "missing_field".
-        counters: receives how many documents were dropped or repaired, by reason.
-        max_document_bytes: of a document or row; a larger one counts as "too_large".
-        position: where the stream is, kept in this dict; the stream starts behind what it holds (see reader.Position).
-        The samples' meta: "index", the number in the stream from 0; "path", the file's name; for a row "row", its
-            number from 1 (the line's in .jsonl), and "id", if it is a string or an integer, as a string.
-        Raises: ValueError for a damaged file, when it is reached, and at the end if there is no text at all.
+        counters: receives dropped and repaired documents, by reason.
+        max_document_bytes: limit of a document or row; a larger one counts as "too_large".
+        position: where to start; the loader keeps its position in this dict (see reader.Position).
+        Raises: SourceError E302 for a damaged file, when it is reached; SourceError E303 at the end if rows were
+            dropped and there is no text at all.
         """
         documents = iter_documents(
             self,
@@ -112,10 +113,11 @@ class LocalFiles:
         raw: bool = False,
         partition: Partition | None = None,
     ) -> Iterator[ChatSample | RawChat]:
-        """Stream chats in order of files and rows, including those without an assistant's turn.
+        """Yield chats in order of files and rows, also chats without an assistant's turn.
 
-        raw: as RawChats, for a chat template. partition: whose rows alone are read. What a row may look like, and why
-        it may be dropped: see chat_shapes. The rest: as `texts`.
+        chat_shapes lists the forms of a row, and the reasons to drop one.
+        raw: yield RawChats, for a chat template. partition: read its rows alone.
+        Takes the other arguments of `texts`, and raises its errors.
         """
         reader = _FileReader(self, source, counters, max_document_bytes, partition, position)
         for piece, row in reader.rows((*chat_shapes.FIELDS, "id")):
@@ -142,13 +144,14 @@ class LocalFiles:
         position: dict[str, int] | None = None,
         partition: Partition | None = None,
     ) -> Iterator[SequenceGroup]:
-        """Stream groups of recorded sequences; consecutive rows of a file that name the same group are one.
+        """Yield groups of recorded sequences; consecutive rows of a file that name the same group are one.
 
-        What a row may look like, and why it may be dropped: see files.rollouts. The rest: as `texts`. To know that a
-        group is whole, the row behind it is read; counters and position do not have that row until it is used.
-        partition: whose groups alone are yielded, by GROUPS_RULE of files.part. What is counted between two groups goes
-            with the second one, so that it is counted in one partition.
-        Raises: ValueError for a group of several rows that is larger than `rollouts` allows; as `texts`.
+        files.rollouts lists the forms of a row, and the reasons to drop one. To know that a group is whole, the row
+        behind it is read; counters and position do not have that row until it is used.
+        partition: yield its groups alone, by GROUPS_RULE of files.part. Counts made between two groups belong to the
+            second one, so that one partition has them.
+        Takes the other arguments of `texts`, and raises its errors.
+        Raises: SourceError E302 for a group of several rows with too many tokens or samples.
         """
         behind, part = rollouts.Behind(counters, position), FilePart(partition, len(self.files))
         file, number = (behind.position.get(key, -1) for key in ("file", _GROUP))
@@ -193,18 +196,22 @@ def open_files(
 ) -> LocalFiles:
     """Find the files of a source.
 
-    pattern: a file; a folder, for all files below it, as `FOLDER/**`; or a glob, in which `**` stands for any folders
-        and which matches files, not folders. `~` is the home folder. Hidden files and folders (`.git`, `.obsidian`) are
-        left out, unless the pattern names them.
-    base: what a relative pattern is relative to; None: the current folder.
-    rows_only: only .jsonl, .json and .parquet files, as chats and rollouts need.
-    as_text: further endings of names, such as ".tex", of files that are one document; as all, in upper or lower case.
-    follow_links: also links below the folder, or below the part of a glob before its first wildcard; what the pattern
-        itself names may always be a link. Each file is then listed once, by the path with the fewest links, then the
-        fewest parts, then the first in byte order.
-    Returns: `root` is the folder, the file's folder, or the part of the glob before its first wildcard, so that a new
-        file does not change the names of the others.
-    Raises: FileNotFoundError if nothing matches, or nothing that can be read.
+    pattern: a file; a folder, for all files below it, as `FOLDER/**`; or a glob, which matches files, with `**` for any
+        folders. `~` is the home folder. Hidden files and folders (`.git`, `.obsidian`) are left out, unless the pattern
+        names them.
+    base: folder that a relative pattern starts from; None: the current folder.
+    rows_only: find .jsonl, .json and .parquet files alone, as chats and rollouts need.
+    as_text: further suffixes, such as ".tex", of files that are one document. Suffixes match in upper and lower case.
+    follow_links: also follow links below the folder, or below the part of a glob before its first wildcard. Each file
+        is then listed once, by the path with the fewest links, then the fewest parts, then the first in byte order. The
+        file or folder that the pattern names may always be a link.
+    Returns: files whose `root` is the folder, the file's folder, or the part of the glob before its first wildcard: a
+        new file does not change the names of the others.
+    Raises: SourceNotFound E301 if nothing matches, or nothing that can be read.
+
+    >>> files = open_files("notes/**/*.md")
+    >>> for sample in files.texts(source="notes"):
+    ...     print(sample.meta["path"], len(sample.text))
     """
     suffixes = CHAT_SUFFIXES if rows_only else (*TEXT_SUFFIXES, *as_text)
     start, rest = Path.cwd() if base is None else base, os.path.expanduser(pattern)
@@ -231,7 +238,7 @@ def open_files(
 
 
 def _without_links(matches: Iterable[Path], root: Path, suffixes: Sequence[str], links: list[Path]) -> list[Path]:
-    """Return the files reached without a link below `root`; `links` receives the first link to each other file."""
+    """Return the files that no link below `root` leads to. `links` receives the first link to each other file."""
     kept = []
     for path in matches:
         link = first_link(root, path)
@@ -314,7 +321,7 @@ def _is_id(value: Any) -> bool:
 
 
 class _FileReader(SourceReader):
-    """Reads the files of a user-defined source. Numbers the samples that are kept, and logs more of what is dropped."""
+    """Reads the files of a user-defined source. Numbers kept samples alone, and logs more of the dropped rows."""
 
     number_name = "index"
     numbers_dropped = False
@@ -361,11 +368,11 @@ class _FileReader(SourceReader):
         return [str(value) if _is_id(value) else f"{piece.name}#{number}" for value, number in both]
 
     def role(self, role: str | None) -> str | None:
-        """Count an unknown role, and return the name that it is counted by."""
+        """Count an unknown role, and return the key of its counter; None for none."""
         return None if role is None else next(iter(count_names(self.counters, UNKNOWN_ROLE, [role])))
 
     def names(self, piece: Piece) -> list[str]:
-        """Return the names of a row's fields; in a parquet file also of those that are not read."""
+        """Return the names of a row's fields; in a parquet file of all its columns, read or not."""
         if not piece.name.lower().endswith(".parquet"):
             return super().names(piece)
         if piece.name not in self._columns_of:
@@ -375,7 +382,7 @@ class _FileReader(SourceReader):
         return self._columns_of[piece.name]
 
     def check_any(self, what: str = "", expected: str = "") -> None:
-        """Raise as SourceReader; else log how many rows were dropped beside those logged."""
+        """Raise the error of SourceReader; else log how many more rows were dropped than logged."""
         super().check_any(what, expected)
         for reason, number in self._unlogged.items():
             where = self._found.root

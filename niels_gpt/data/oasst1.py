@@ -1,4 +1,4 @@
-"""OpenAssistant 1: trees of messages; which paths from root to leaf become chats, which ones the threads of a tree."""
+"""OpenAssistant 1: trees of messages. Decides which paths become chats, and which become threads of a tree."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ def iter_oasst1_sft(
     follow_links: bool = False,
     partition: Partition | None = None,
 ) -> Iterator[ChatSample]:
-    """Stream chats tree by tree, the threads of a tree one after another (PR-02).
+    """Yield chats tree by tree, the threads of a tree one after another (PR-02).
 
-    take_trees: counts trees, including those without a usable thread. shuffle_trees: permutes trees, not threads, by
-    torch. For drops see `_reconstruct_threads`. partition: as iter_oasst1_trees.
+    take_trees: limit of trees; a tree without a usable thread counts. shuffle_trees: permute trees, not threads, by
+    torch. For dropped messages and threads see `_reconstruct_threads`.
+    Takes the other arguments of `iter_oasst1_trees`, and raises its errors.
     """
     check_take(take_trees)
     _check_max_messages(max_messages)
@@ -82,12 +83,14 @@ def iter_oasst1_trees(
     follow_links: bool = False,
     partition: Partition | None = None,
 ) -> Iterator[list[Record]]:
-    """Group messages by tree, in order of each tree's first message; within a tree in file order.
+    """Yield the messages of each tree, in file order; trees in the order of their first messages.
 
-    Holds every message in memory. split: "all" reads every upstream split. A message without a text, a role, an id or a
-    tree counts as "missing_field" and is dropped. Other counters and links: as iter_fineweb_edu.
-    partition: whose trees alone are held and yielded, by TREES_RULE of data.files.part. Each partition reads all
-        messages, and the first one counts those that are dropped.
+    Holds every message in memory. A message without a text, a role, an id or a tree is dropped and counts as
+    "missing_field".
+    split: "all" reads every upstream split.
+    partition: hold and yield its trees alone, by TREES_RULE of data.files.part. Each partition reads all messages; the
+        first one counts dropped messages.
+    Takes the other arguments of `iter_fineweb_edu`, and raises its errors.
     """
     rows = UpstreamRows(SOURCE, counters if is_first(partition) else None, max_document_bytes)
     pieces = rows.read(
@@ -162,8 +165,8 @@ def tree_threads(
 ) -> list[ChatSample]:
     """Return the threads of a tree, from its root to every last reply of the assistant, in the order of its chats.
 
-    They are the chats of `iter_oasst1_sft`, without the users' messages after the last reply, which have no loss: these
-    count as "cut_messages". A thread that another one goes beyond is a part of that one, and not returned.
+    A thread is a chat of `iter_oasst1_sft` without the users' messages after the last reply. These have no loss, and
+    count as "cut_messages". A thread that is the beginning of another one is not returned.
     """
     chats = _reconstruct_threads(tree, english_only=english_only, max_messages=max_messages, counters=counters)
     threads: dict[str, ChatSample] = {}
@@ -192,7 +195,7 @@ def _index(records: Iterable[Record], counters: Counter[str] | None) -> dict[str
 
 
 def _below(start: Iterable[str], children: dict[str | None, list[str]]) -> list[str]:
-    """List the start messages and all below them, parents first; the starts must be outside any cycle."""
+    """List messages and all messages below them, parents first. start: outside any cycle."""
     below = list(start)
     for message_id in below:  # grows during the loop
         below += children.get(message_id, ())
@@ -236,7 +239,7 @@ def _without_blanks(
     kept: set[str],
     counters: Counter[str] | None,
 ) -> dict[str | None, list[str]]:
-    """Return the kept messages' replies; the replies to a blank message replace it."""
+    """Return the replies to each kept message; the replies to a blank message replace it."""
     blank = {key for key in kept if not by_id[key]["text"].strip()}
     count(counters, "blank", len(blank))
     replies: dict[str | None, list[str]] = {}
@@ -303,7 +306,7 @@ def _load(request: LoadRequest) -> list[Part]:
 
 
 def _messages(request: LoadRequest) -> list[Part]:
-    """Each message once: threads of one tree share their first messages."""
+    """Load each message once, for the training of a tokenizer: threads of one tree share their first messages."""
     settings = request.settings
     trees = iter_oasst1_trees(
         split="all",

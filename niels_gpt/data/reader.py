@@ -1,4 +1,4 @@
-"""Read the files of a source from a position on: its rows and documents, what is dropped, and why.
+"""Reading the files of a source from a position on: rows and documents; which are dropped, counted and logged.
 
 A loader makes samples of the pieces that its SourceReader yields. local.py and upstream_rows.py decide which files a
 source has, and how its samples are numbered and named.
@@ -138,7 +138,7 @@ class SourceReader(ABC):
                 yield Piece(row, f"{path}, row {number}", name, number, self._next(number))
 
     def _next(self, row: int) -> int:
-        """Number a row or document, and record its position; row: in its file."""
+        """Number a row or document, and record its position before the caller yields it. row: number in its file."""
         self._number += 1
         self._kept += 1
         self._position.set(self.file, row, **{self.number_name: self._number})

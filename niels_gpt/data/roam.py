@@ -1,4 +1,4 @@
-"""Notes: a folder of markdown files, each one document, and how they are split into train and val."""
+"""Notes: a folder of markdown files. Each file is a document; the split into train and val goes by file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def roam_dir_of(
 ) -> Path:
     """Return the folder of notes: `roam/` in a mirror or the sample; `roam_dir` for "hub", which has no notes.
 
-    follow_links: whether `roam/` may be a link; `roam_dir`, which the user names, always may.
+    follow_links: allow `roam/` to be a link. `roam_dir`, which the user names, may always be one.
+    Raises: SourceNotFound E301 if there is no such folder, or if it is a link that is not followed.
     """
     root = mirrors.mirror_root(source_root)
     folder = Path(roam_dir).expanduser().absolute() if root is None else root / FOLDER
@@ -57,9 +58,9 @@ def list_roam_paths(
 ) -> list[str]:
     """List the absolute paths of all .md files below `dir` in order of relative path, without hidden ones (PR-02).
 
-    follow_links: below `dir`, which may itself be a link; otherwise `links` receives the links that are not followed.
+    follow_links: follow links below `dir`; otherwise `links` receives them. `dir` may itself be a link.
     forks: receives the resource forks of macOS: see walk.walk_files.
-    Raises: FileNotFoundError if there is no such folder.
+    Raises: SourceNotFound E301 if there is no such folder.
     """
     folder = Path(dir).absolute()
     if not folder.is_dir():
@@ -69,9 +70,9 @@ def list_roam_paths(
 
 
 def load_texts(paths: Iterable[str | os.PathLike[str]], *, counters: Counter[str] | None = None) -> Iterator[str]:
-    """Stream whole files as text; invalid UTF-8 becomes U+FFFD and counts once per file.
+    """Yield whole files as text; invalid UTF-8 becomes U+FFFD and counts once per file.
 
-    Raises: ValueError for a file of more than MAX_DOCUMENT_BYTES.
+    Raises: UnusableFile E302 for a file of more than MAX_DOCUMENT_BYTES, and for a pointer of git-lfs.
     """
     for path in paths:
         yield read_text(path, counters=counters)
@@ -84,7 +85,7 @@ def iter_notes(
     counters: Counter[str] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> Iterator[PretrainSample]:
-    """Stream notes with meta["path"] relative to `folder`; a note that is too large counts as "too_large"."""
+    """Yield notes with meta["path"] relative to `folder`. A note that is too large is dropped, and counted."""
     rows = UpstreamRows(SOURCE, counters, max_document_bytes)
     for path in paths:
         if (text := rows.document(Path(path))) is not None:
@@ -101,14 +102,14 @@ def notes_by_split(
     max_document_bytes: int,
     partition: Partition | None = None,
 ) -> Iterator[tuple[str, Iterator[PretrainSample]]]:
-    """Yield train and val with their notes: `split_roam_paths` splits distinct notes, and equal ones follow the first.
+    """Yield train and val with their notes. `split_roam_paths` splits distinct texts; equal notes follow the first.
 
-    All notes are read for the split, then those that are wanted once more: only 16 bytes of each are held.
-    partition: whose notes alone are yielded and counted.
+    Every note is read for the split, then once more when it is yielded: only 16 bytes of each are held.
+    partition: yield and count its notes alone.
     """
     read = partial(iter_notes, folder=folder, max_document_bytes=max_document_bytes)
     part = FilePart(partition, len(paths))
-    # Not logged: the partitions that these are of count and log them.
+    # Counters that are not 0 keep these notes out of the log: other partitions count and log them.
     of_others = Counter((REPAIRED, TOO_LARGE, GIT_LFS_POINTER))
     digests, own = dict[str, bytes](), set[str]()
     for file, path in enumerate(paths):
@@ -129,7 +130,8 @@ def split_roam_paths(paths: Sequence[str], *, val_frac: float = 0.1, seed: int) 
     """Split a list of files into (train, val), both in the given order (PR-02).
 
     val gets max(1, int(n * val_frac)) files, chosen by torch.randperm; none if `val_frac` is 0 or there are fewer than
-    two files. Raises: ValueError unless 0 <= val_frac < 1.
+    two files.
+    Raises: ValueError unless 0 <= val_frac < 1.
     """
     import torch
 
@@ -157,7 +159,7 @@ def _files(settings: Settings, root: Path | None) -> LocalFiles:
 
 
 def _load(request: LoadRequest) -> Iterator[Part]:
-    """The notes of train, then of val. The split goes by file (PR-02); notes with equal text follow the first one."""
+    """Load the notes of train, then of val. The split goes by file (PR-02); equal notes follow the first one."""
     assert request.found is not None
     if is_first(request.partition):
         request.found.note_what_is_beside(request.counters)

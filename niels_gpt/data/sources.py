@@ -1,6 +1,6 @@
-"""The table of the built-in sources, and of the caches of message trees.
+"""The table of the built-in sources, and the table of the caches of message trees.
 
-A new source is a module beside this one, with a loader and a row, and its line here.
+To add a source: write a module beside this one with a loader and a row, as dolly.py, and list its row here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ TREES: dict[str, SourceSpec] = {oasst1.TREES_SPEC.key: oasst1.TREES_SPEC}
 
 
 def credit_of(source: str, source_root: str | os.PathLike[str]) -> Credit:
-    """Return the credit of a built-in source's text; the sample is MIT throughout, written for this project."""
+    """Return the credit of a built-in source's text. The sample is MIT throughout, written for this project.
+
+    Raises: SourceError E103 for an unknown source.
+    """
     if source not in SOURCES:
         raise SourceError(f"unknown source {source!r}; expected one of {', '.join(SOURCES)}", code="E103")
     return Credit("MIT", "the niels_gpt project") if str(source_root) == "sample" else SOURCES[source].credit

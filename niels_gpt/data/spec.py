@@ -1,4 +1,4 @@
-"""A row of the table of sources: how a source is found, loaded, split, credited and built, and what a loader is asked.
+"""A row of the table of sources: how a source is found, loaded, split, credited and built; and a loader's request.
 
 The commands, the recipes, the training of the tokenizer, snapshots, the disk estimate and the Dagster assets read these
 rows. A setting of a source, such as its dataset id, a token budget or a filter, is a field of niels_gpt/settings.py
@@ -36,12 +36,12 @@ class Credit(NamedTuple):
     licence: str
     """The licence's usual name."""
     attribution: str
-    """Whom to name, and where the text is found."""
+    """Author and address of the text."""
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What a loader is asked to read."""
+    """What to read, and how."""
 
     settings: Settings
     found: LocalFiles | None
@@ -49,21 +49,21 @@ class LoadRequest:
     revision: str | None
     """The hub's commit; None for files."""
     counters: Counter[str]
-    """Receives what the loader drops or repairs, by reason."""
+    """Receives dropped and repaired rows, by reason."""
     splits: Mapping[str, str] = field(default_factory=dict)
-    """Of a source with `SourceSpec.splits`: those that are there, with upstream's names."""
+    """Our split -> upstream's, for the splits that exist; {} for a source without `SourceSpec.splits`."""
     position: dict[str, int] | None = None
-    """Where to start, and receives where the loader is: see data.reader.Position. None: from the beginning."""
+    """Where to start; the loader keeps its position in it: see data.reader.Position. None: from the beginning."""
     blocks: bool = False
-    """Whether documents of files may come as TextBlocks, many at a time."""
+    """Whether documents of files may come as TextBlocks."""
     raw: bool = False
     """Whether chats of files come as RawChats, for a chat template."""
     partition: Partition | None = None
-    """The part of the source to read: see `SourceSpec.partition_rule`. None: all of it."""
+    """Part of the source to read: see `SourceSpec.partition_rule`. None: all of it."""
 
     @property
     def reading(self) -> dict[str, Any]:
-        """The arguments that every loader of a built-in source takes."""
+        """Arguments that every loader of a built-in source takes."""
         return {
             "source_root": self.settings.source_root,
             "revision": self.revision,
@@ -89,86 +89,86 @@ Loader = Callable[[LoadRequest], Iterable[Part]]
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSpec:
-    """One source: everything that recipes, commands and assets know of it."""
+    """One source: all that recipes, commands and assets know about it."""
 
     name: str
-    """Of the cache, FAMILY/NAME, and of the source in flags and messages."""
+    """Name of the source in flags and messages, and of its cache FAMILY/NAME."""
     family: str
     """pretrain (documents), sft (chats), trees (chats as trees) or rollouts (groups of token ids)."""
     description: str
-    """Of the cache, for Dagster's UI."""
+    """Description of the cache in Dagster's UI."""
     credit: Credit
-    """Used where no dataset card says otherwise."""
+    """Licence and attribution, unless a dataset card states others."""
     load: Loader
-    """Returns the samples under the settings, in upstream's order."""
+    """Function that returns the samples under the settings, in upstream's order."""
     files: Callable[[Settings, Path | None], LocalFiles]
-    """Returns the files that `load` reads in a mirror (its root; None only for a source that is not on the hub). The
-    source's fingerprint is made of them."""
+    """Function that returns the files that `load` reads below a mirror's root; they make the source's fingerprint. The
+    root is None only for a source that is not on the hub."""
     dataset: str | None = None
-    """The setting that holds the hub's dataset id; None: the source is not on the hub."""
+    """Setting of the hub's dataset id; None: the source is not on the hub."""
     config: str | None = None
-    """The setting that holds the dataset's config."""
+    """Setting of the dataset's config."""
     folder: str | None = None
-    """Of a mirror; None: DATASET or DATASET/CONFIG."""
+    """Folder of a mirror; None: DATASET or DATASET/CONFIG."""
     from_hub: str | None = None
-    """The setting that must be true for the hub to be read; else, or in a mirror without the folder, a stub is made."""
+    """Setting that must be true to read the hub. If it is false, or a mirror lacks the folder, a stub is made."""
     hub_splits: tuple[str, ...] = ()
-    """The splits that a snapshot keeps."""
+    """Splits that a snapshot keeps."""
     streaming: bool = False
     """Whether the hub's dataset is too large to download and is streamed."""
     shuffle_buffer: str | None = None
-    """The setting that holds the size of the shuffle buffer, of the hub's stream or else of the builder."""
+    """Setting of the size of the shuffle buffer, in the hub's stream or else in the builder."""
     reads: tuple[str, ...] = ()
-    """More settings that decide what `load` returns."""
+    """Further settings that decide the samples of `load`."""
 
     splits: Mapping[str, str] | None = None
     """Our split -> upstream's, where upstream has splits. A cache whose mirror lacks one is marked partial."""
     split_rule: str | None = None
     """How `load` assigns splits, for meta.json. None: the builder does, by text: by `val_frac` if set, else budgets."""
     val_frac: str | None = None
-    """The setting that holds the share of val."""
+    """Setting of the share of val."""
     budgets: bool = False
     """Whether the settings NAME_train_tokens and NAME_val_tokens bound the cache."""
     partition_rule: str = PARTITION_RULE
-    """Which of its files and rows `load` reads for a partition, in words."""
+    """Files and rows that `load` reads for a partition, in words."""
     has_documents: bool = True
     """Whether the settings document_start and document_end apply: a token before and after each document."""
 
     training_rank: int = 0
-    """A tokenizer is trained on sources of lower rank first. Each takes at most an equal part of the bytes that are
-    left, so the largest source comes last and fills the rest."""
+    """Order in the training of a tokenizer, low ranks first. Each source takes at most an equal part of the bytes that
+    are left, so the largest source comes last and fills the rest."""
     training_texts: Loader | None = None
-    """What a tokenizer is trained on, as documents; None: what `load` returns."""
+    """Function that returns the documents to train a tokenizer on; None: `load`."""
     hub_text_bytes: int = 0
-    """utf-8 bytes of the hub's text, rounded up from its dataset page: the disk estimate without budgets or files."""
+    """UTF-8 bytes of the hub's text, rounded up from its dataset page: a disk estimate without budgets or files."""
     snapshot_margin_bytes: int = 0
     """Text that a snapshot keeps beyond its tokens, four standard deviations: documents go to splits by chance."""
 
     def __post_init__(self) -> None:
-        """Refuse a row that says nothing of the split."""
+        """Check that the row decides the split. Raises: ValueError for a pretrain source without one."""
         if self.family == "pretrain" and not (self.split_rule or self.val_frac or self.budgets):
             raise ValueError(f"{self.name}: expected a split_rule, a val_frac or budgets: which documents go to val?")
 
     @property
     def key(self) -> str:
-        """Of the cache: FAMILY/NAME."""
+        """Key of the cache: FAMILY/NAME."""
         return f"{self.family}/{self.name}"
 
     @property
     def budget_settings(self) -> tuple[str, ...]:
-        """The settings that hold the token budgets of train and val; () without budgets."""
+        """Settings of the token budgets of train and val; () without budgets."""
         return (f"{self.name}_train_tokens", f"{self.name}_val_tokens") if self.budgets else ()
 
     @property
     def own_settings(self) -> tuple[str, ...]:
-        """The settings that decide the bytes of this source's cache and are not common to its family."""
+        """Settings that decide the bytes of this source's cache and are not common to its family."""
         tokens = ("document_start", "document_end") if self.family == "pretrain" and self.has_documents else ()
         named = (self.shuffle_buffer, self.dataset, self.config, self.from_hub, self.val_frac)
         return (*tokens, *filter(None, named), *self.budget_settings, *self.reads)
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """All settings that decide the cache's bytes: they are part of its recipe's fingerprint."""
+        """All settings that decide the cache's bytes. They are part of its recipe's fingerprint."""
         return (*_COMMON_SETTINGS.get(self.family, ()), *self.own_settings)
 
 

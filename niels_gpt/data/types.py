@@ -1,4 +1,4 @@
-"""What loaders yield: documents, chats, groups of recorded sequences; and the id of each in its source (PR-02)."""
+"""Samples that loaders yield (documents, chats, groups of recorded sequences), and their ids in the source (PR-02)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from niels_gpt.documents import Rollout
 
 @dataclass(frozen=True)
 class PretrainSample:
-    """One document, or one wikitext line, as the source has it.
+    """One document, or one wikitext line, unchanged.
 
-    `meta` has the row's small fields and "index": the row's number within its source and split, or in a partition of a
-    built-in source PATH#ROW, since the rows before it are not all read.
+    `meta` has the row's small fields and "index": the row's number within its source and split. In a partition of a
+    built-in source, which does not read all rows before it, "index" is PATH#ROW.
     """
 
     text: str
@@ -29,9 +29,9 @@ class TextBlock:
     texts: list[bytes]
     """Each document's text in valid UTF-8."""
     ids: list[str]
-    """Each document's id in its source: see source_id."""
+    """Document ids in the source: see source_id."""
     position: dict[str, list[int]] = field(default_factory=dict)
-    """Each document's position: see data.reader.Position; {} if nobody records it."""
+    """A column for each key of data.reader.Position, with the position at each document; {} without a builder."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ChatSample:
 
 @dataclass(frozen=True)
 class RawChat:
-    """One conversation as its row has it, for a chat template: any roles, calls of tools and further fields."""
+    """One conversation with all fields of its row, for a chat template: any roles, calls of tools, further fields."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -63,7 +63,7 @@ class RawChat:
 
     @property
     def texts(self) -> list[str]:
-        """The words of each message that has some: its content, or the texts of its parts end to end."""
+        """The text of each message that has some: its content, or the texts of its parts end to end."""
         contents = [message.get("content") for message in self.messages]
         parts = [[part["text"] for part in each] if isinstance(each, list) else each for each in contents]
         return ["".join(each) for each in parts if isinstance(each, str | list)]
@@ -76,14 +76,17 @@ class SequenceGroup:
     samples: list[Rollout]
     source: str
     meta: dict[str, Any] = field(default_factory=dict)
-    """With "id", the group's name, if the source has one."""
+    """Has "id", the group's name, where the source names one."""
 
 
 def source_id(sample: PretrainSample | ChatSample | RawChat | SequenceGroup) -> str:
-    """Return the name by which a document, chat or group can be found in its source.
+    """Return the name that finds a document, chat or group in its source.
 
-    The row's id; for an oasst1 thread those of the tree and the last message; the file's path, with `#` and the row's
-    number if it has rows; otherwise the sample's "index".
+    It is the row's id; for an oasst1 thread TREE/LAST_MESSAGE; the file's path, followed by #ROW if the file has rows;
+    otherwise the sample's "index".
+
+    >>> source_id(PretrainSample("A text.", "own", {"index": 3, "path": "a.jsonl", "row": 4}))
+    'a.jsonl#4'
     """
     meta = sample.meta
     if meta.get("id") is not None:

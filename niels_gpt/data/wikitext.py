@@ -1,4 +1,4 @@
-"""Encyclopedia articles: which lines of WikiText are documents."""
+"""WikiText: encyclopedia articles. Each line that is not blank is a document."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def iter_wikitext(
     partition: Partition | None = None,
     position: dict[str, int] | None = None,
 ) -> Iterator[PretrainSample]:
-    """Stream the lines of one split in order, each with its newline; "val" means validation (PR-02).
+    """Yield the lines of one split in order, each with its newline; "val" means validation (PR-02).
 
     Blank lines are skipped and count as "blank". meta["index"] is the row's number in the split, blank rows included.
-    In a mirror a folder named like `config` is read alone if it exists. Other counters, links and partitions: as
-    iter_fineweb_edu.
-    position: of a mirror's files, without `take`: see reader.Position.
+    config: in a mirror a folder of this name is read alone if it exists.
+    position: where to resume in a mirror's files, without `take`: see reader.Position.
+    Takes the other arguments of `iter_fineweb_edu`, and raises its errors.
     """
     check_take(take)
     split = "validation" if split == "val" else split
@@ -83,7 +83,7 @@ def load_wikitext(
     revision: str | None = None,
     counters: Counter[str] | None = None,
 ) -> dict[str, list[PretrainSample]]:
-    """Load all three splits into lists under "train", "val" and "test"; `take` limits each of them."""
+    """Load all three splits into lists under "train", "val" and "test". `take` limits each list."""
     shared: dict[str, Any] = {"config": config, "take": take, "source_root": source_root, "dataset_id": dataset_id}
     shared |= {"revision": revision, "counters": counters}
     return {split: list(iter_wikitext(split=split, **shared)) for split in ("train", "val", "test")}
@@ -95,7 +95,7 @@ def _files(settings: Settings, root: Path | None) -> LocalFiles:
 
 
 def _load(request: LoadRequest) -> Iterator[Part]:
-    """The lines of train, then of val, in upstream's order."""
+    """Load the lines of train, then of val, in upstream's order."""
     position: dict[str, int] = {} if request.position is None else request.position
     settings = request.settings
     read = partial(

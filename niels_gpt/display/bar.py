@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal or in a notebook, and elsewhere, if asked for, a line every ten seconds.
+"""Progress of long work: a bar on a terminal or in a notebook; `progress_lines` for log files.
 
 with progress_bar("notes") as progress:
     build_pretrain_cache(..., progress=progress)
@@ -6,6 +6,7 @@ with progress_bar("notes") as progress:
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
@@ -15,29 +16,34 @@ from contextlib import contextmanager
 from niels_gpt.work import Progress
 
 LINE_EVERY_S = 10.0
+_drawing: list[int] = []
+"""For each bar of this program on the terminal, the process that draws it; forked workers inherit the list."""
 _BYTES = ("B", "bytes")
 
 
 @contextmanager
 def progress_bar(title: str, unit: str = "tok", items: str = "") -> Iterator[Progress]:
-    """Yield a progress callback that draws a bar with speed and time left; it draws nothing where nobody looks.
+    """Yield a progress callback that draws a bar with speed and time left on a terminal or in a notebook.
 
-    unit: what the bar counts, "B" for bytes. items: the name of the items that are shown beside it, "" for none; of
-    bytes their speed is shown. A notebook without ipywidgets gets a line of text.
+    unit: counted by the bar; "B" for bytes. items: counted beside it; "" for none, "B" to show bytes per second.
+    A notebook without ipywidgets shows a line of text.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about ipywidgets, without which the bar is text
+        warnings.simplefilter("ignore")  # tqdm warns if ipywidgets is missing
         from tqdm.auto import tqdm
 
     is_notebook = "ipykernel" in sys.modules
-    disable = False if is_notebook else None  # None: drawn on a terminal alone; a notebook's stderr is none
-    with tqdm(desc=title, unit=unit, unit_scale=unit in ("B", "tok"), leave=is_notebook, disable=disable) as bar:
+    disable = False if is_notebook else None  # None: only on a terminal; a notebook's stderr is none
+    named = unit if unit == "B" else f" {unit}"
+    with tqdm(desc=title, unit=named, unit_scale=unit in ("B", "tok"), leave=is_notebook, disable=disable) as bar:
         speed = _Speed()
+        if not bar.disable:
+            _drawing.append(os.getpid())
 
         def show(finished: int, done: int, total: int | None) -> None:
             if total != bar.total:
-                bar.reset(total)  # a widget learns its maximum from this alone
-                bar.total = total  # also where it is None
+                bar.reset(total)  # only this tells a widget its maximum
+                bar.total = total  # reset() keeps the old total for None
             if not speed.update(finished, done):  # the bar measures its own speed from here
                 bar.initial = bar.n = bar.last_print_n = done
                 bar.start_t = bar.last_print_t = time.time()
@@ -48,11 +54,27 @@ def progress_bar(title: str, unit: str = "tok", items: str = "") -> Iterator[Pro
                 bar.set_postfix({items: finished}, refresh=False)
             bar.update(done - bar.n)
 
-        yield show
+        try:
+            yield show
+        finally:
+            if not bar.disable:
+                _drawing.pop()
+
+
+@contextmanager
+def above_bars() -> Iterator[None]:
+    """Clear the bars on the terminal while a line is printed, so that it stands above them."""
+    if os.getpid() not in _drawing:
+        yield
+        return
+    from tqdm import tqdm
+
+    with tqdm.external_write_mode(file=sys.stderr):  # it holds the lock of all bars
+        yield
 
 
 def progress_lines(write: Callable[[str], object], unit: str = "tok", items: str = "") -> Progress:
-    """Return a progress callback that writes a line every ten seconds. unit, items: as for `progress_bar`."""
+    """Return a progress callback that writes a line every ten seconds. unit, items: see `progress_bar`."""
     last, speed = time.monotonic(), _Speed()
 
     def show(finished: int, done: int, total: int | None) -> None:
@@ -76,9 +98,9 @@ def progress_lines(write: Callable[[str], object], unit: str = "tok", items: str
 
 
 class _Speed:
-    """Units and items per second since the first work was reported.
+    """Units and items per second since the first reported work.
 
-    What an earlier run has done, and what comes before, such as loading a model, is no speed.
+    Work of an earlier run and preparations, such as loading a model, do not count.
     """
 
     units = items = 0.0
@@ -88,10 +110,10 @@ class _Speed:
         self._before: int | None = None
 
     def update(self, finished: int, done: int) -> bool:
-        """Take a report; False while nothing can be measured."""
+        """Take a report. Returns False until a speed can be measured."""
         now, before = time.monotonic(), self._before
         self._before = done
-        if before is None or done < before:  # the first report, or work that begins again, as a seal after a build
+        if before is None or done < before:  # the first report, or the count starts again: a seal after a build
             self._begin = None
             return False
         if self._begin is None:

@@ -1,7 +1,7 @@
-"""What `dataset[i]` returns: a document or an example as people read it.
+"""The object that `dataset[i]` returns: a document or an example as people read it.
 
-Sentinels have their short names, such as <|eot|>. Supervised tokens are in [[ ]], in a notebook green. A tokenizer is
-opened when a text is first asked for, so ids and mask need no SentencePiece.
+Sentinels have short names, such as <|eot|>. Supervised tokens are in [[ ]]; in a notebook they are green. The tokenizer
+is opened for the first text, so ids and mask need no SentencePiece.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from niels_gpt.tokenizers.protocol import Ids
 
 _MORE = " …"
 _REPR_CHARACTERS = 60
-_HTML_TOKENS, _HTML_CHARACTERS = 2_000, 20_000  # a notebook keeps what it shows
-_NO_TEXT = (ImportError, LookupError, OSError, RuntimeError, ValueError)  # the second and fourth are of SentencePiece
+_HTML_TOKENS, _HTML_CHARACTERS = 2_000, 20_000  # a notebook file stores them
+_NO_TEXT = (ImportError, LookupError, OSError, RuntimeError, ValueError)  # SentencePiece raises the second and fourth
 _SUPERVISED = "color:#1a7f37;font-weight:600"
 
 
 class Decoder(Protocol):
-    """Turns ids into text, and names its model. One with `control_ids` and `token` shows special tokens too."""
+    """Turns ids into text. With `control_ids` and `token` it shows special tokens too."""
 
     @property
     def sha256(self) -> str:
@@ -40,8 +40,8 @@ class Decoder(Protocol):
 class Decoded:
     """A document of a pretrain cache, or an example of an sft cache.
 
-    ids: uint16 or uint32 [tokens], read-only. mask: bool [tokens], true where a token is
-    supervised; None in a document, where every token is. `str` gives the text with supervised tokens in [[ ]].
+    ids: uint16 or uint32 [tokens], read-only. mask: bool [tokens], true for supervised tokens; None for a document:
+    all of its tokens are supervised. `str` gives the text with supervised tokens in [[ ]].
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Decoded:
         sentinels: Mapping[int, str],
         tokenizer: Callable[[], Decoder],
     ) -> None:
-        """name: of cache, split and number. sentinels: short names by id. tokenizer: called for every text."""
+        """name: names cache, split and number. sentinels: short names by id. tokenizer: called for every text."""
         self.name, self.mask, self._sentinels, self._tokenizer = name, mask, dict(sentinels), tokenizer
         self.ids = ids.view()
         self.ids.flags.writeable = False
@@ -65,16 +65,16 @@ class Decoded:
     def text(self) -> str:
         """The text, with short names for sentinels.
 
-        Raises: ImportError without SentencePiece; FileNotFoundError, CacheError without the model of these ids.
+        Raises: ImportError without SentencePiece; FileNotFoundError, CacheError without the tokenizer of these ids.
         """
         return decoded_text(self.ids, self._sentinels, self._tokenizer())
 
     def __str__(self) -> str:
-        """Return the text with supervised tokens in [[ ]]; control characters are escaped. Raises as `text`."""
+        """Return the text with supervised tokens in [[ ]], control characters escaped. Raises the errors of `text`."""
         return "".join(f"[[{shown(text)}]]" if is_target else shown(text) for is_target, text in self._parts(len(self)))
 
     def __repr__(self) -> str:
-        """Return name, sizes and the beginning, on one line; without a tokenizer the first ids."""
+        """Return name, sizes and the beginning of the text on one line; without a tokenizer the first ids."""
         try:
             parts = self._parts(_REPR_CHARACTERS)
         except _NO_TEXT:
@@ -104,7 +104,7 @@ class Decoded:
         return printable(f"{self.name}: {len(self):,} tokens{supervised}")
 
     def _parts(self, num_tokens: int) -> list[tuple[bool, str]]:
-        """Return the text of the first tokens in runs, each with whether it is marked; a document is one run."""
+        """Return the text of the first tokens in runs, each with whether it is supervised; a document is one run."""
         ids, tokenizer = self.ids[:num_tokens], self._tokenizer()
         mask = np.zeros(len(ids), dtype=np.bool_) if self.mask is None else self.mask[:num_tokens]
         return [
@@ -134,7 +134,7 @@ class DecodedItems(ABC):
     def __getitem__(self, index: slice) -> list[Decoded]: ...
 
     def __getitem__(self, index: int | slice) -> Decoded | list[Decoded]:
-        """Return an item, or a list of items. Raises: IndexError; as `__len__`."""
+        """Return an item, or a list of items for a slice. Raises: IndexError."""
         count = len(self)
         if isinstance(index, slice):
             return [self._item(number) for number in range(*index.indices(count))]
@@ -148,9 +148,9 @@ class DecodedItems(ABC):
 
 
 def decoded_text(ids: Ids, sentinels: Mapping[int, str], tokenizer: Decoder) -> str:
-    """Return the text of ids, with short names for sentinels: their literals are too long to read.
+    """Return the text of ids. Sentinels have short names; other special tokens have their literals.
 
-    Other special tokens have their literals, which SentencePiece would leave out.
+    SentencePiece's own decoding would leave special tokens out.
     """
     is_special, literal = is_special_token(ids, sentinels, tokenizer), getattr(tokenizer, "token", str)
     return "".join(
@@ -163,12 +163,12 @@ def decoded_text(ids: Ids, sentinels: Mapping[int, str], tokenizer: Decoder) -> 
 
 
 def is_special_token(ids: Ids, sentinels: Mapping[int, str], tokenizer: Decoder) -> NDArray[np.bool_]:
-    """Return which ids are sentinels or other tokens that no text has: bool [tokens]."""
+    """Return which ids are sentinels or other special tokens: bool [tokens]."""
     control: Collection[int] = getattr(tokenizer, "control_ids", ())
     return np.isin(ids, [*sentinels, *control])
 
 
 def runs(values: NDArray[Any]) -> list[tuple[int, int]]:
-    """Return start and end of each run of equal values; of no values (0, 0)."""
+    """Return start and end of each run of equal values; [(0, 0)] for no values."""
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     return list(pairwise(edges))

@@ -8,7 +8,7 @@ _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def count_text(count: float) -> str:
-    """Return a number of tokens or documents: exact below 100,000, else three digits and k, M or B (10**9)."""
+    """Return a count: exact below 100,000, else three digits and k, M or B (10**9)."""
     if abs(count) < _EXACT:
         return f"{count:,.0f}"
     size, unit = next((size, unit) for size, unit in _TOKENS if round(abs(count) / size, 2) >= 1)
@@ -16,22 +16,22 @@ def count_text(count: float) -> str:
 
 
 def number_of(count: int, thing: str) -> str:
-    """Return a count and the thing counted, in the plural where it is not 1."""
+    """Return a rounded count and the thing counted: "1 cache", "205M tokens"."""
     return f"{count_text(count)} {thing}{'' if count == 1 else 's'}"
 
 
 def many(count: int, thing: str) -> str:
-    """Return as `number_of`, but with every digit: "1 node", "250,000 nodes"."""
+    """Return a count with every digit and the thing counted: "1 node", "250,000 nodes"."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def share_text(share: float) -> str:
-    """Return a share from 0 to 1 in per cent, to three digits: "0.4 %", "72.8 %"."""
+    """Return a share from 0 to 1 as per cent with three digits: "0.4 %", "72.8 %"."""
     return f"{float(f'{100 * share:.3g}'):,g} %"
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a number of bytes with a unit, 1,024 of each to the next, and one decimal where it is not 0."""
+    """Return a number of bytes with a binary unit and at most one decimal: "512 B", "1.5 GiB"."""
     size, unit = float(num_bytes), 0
     while round(size, 1) >= 1024 and unit < len(_BYTES) - 1:
         size, unit = size / 1024, unit + 1

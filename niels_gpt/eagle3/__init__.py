@@ -2,6 +2,7 @@
 
 cache.py         public: reader, loader and writer of every form, under the names of NeMo Automodel's offline cache
 native.py        public: reader and batches of the native form
+stream.py        public: Eagle3Stream: serves each sample exactly once an epoch, over any ranks and workers
 target.py        public: runs a target and captures hidden states and logits; chooses the captured layers
 head.py          public: the target's final norm and lm_head; turns stored hidden states into logits
 vocab.py         public: chooses the tokens that the draft knows; reads and writes that choice
@@ -31,8 +32,8 @@ project's: ragged rows with hidden states, a tenth of the bytes). A part is a pa
 of a tensor.
 
 cache.py and format/ need torch and safetensors; the rest also needs transformers (the extra eagle3). niels_gpt/chat
-tokenizes the input; recipes/eagle3 connects input, target and build.py. The package passes on `make_target_cache`, for
-a program with its own samples and target.
+tokenizes the input; recipes/eagle3 connects input, target and build.py. The package passes on `Eagle3Stream` with
+its `Eagle3Batch`, and `make_target_cache`, for a program with its own samples and target.
 """
 
 from __future__ import annotations
@@ -42,14 +43,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.build import make_target_cache
+    from niels_gpt.eagle3.stream import Eagle3Batch, Eagle3Stream
 
-__all__ = ["make_target_cache"]
+_HOMES = {
+    "Eagle3Batch": "niels_gpt.eagle3.stream",
+    "Eagle3Stream": "niels_gpt.eagle3.stream",
+    "make_target_cache": "niels_gpt.eagle3.build",
+}
+
+__all__ = ["Eagle3Batch", "Eagle3Stream", "make_target_cache"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:  # torch is loaded at the first use
+    if name not in _HOMES:  # torch is loaded at the first use
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("niels_gpt.eagle3.build"), name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -34,6 +34,7 @@ from niels_gpt.storage.meta_json import (
     MAX_JSON_BYTES,
     checked_sha256,
     file_records,
+    link_in_the_way,
     parse_object,
     path_inside,
     printable,
@@ -135,7 +136,7 @@ def fix_plan(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Partit
     _check_content(plan.content, f"{path}: {PLAN_NAME}")
     where = plan.folder / PLAN_NAME
     if plan.folder.is_symlink():
-        raise CacheError(plan.folder, "a symbolic link", "the folder of a plan", "Remove it", code="E205")
+        raise link_in_the_way(plan.folder, "the folder of a plan")
     if not os.path.lexists(where):
         fileio.make_dir(plan.folder)
         write_bytes(where, canonical_json(plan.content))

@@ -98,6 +98,9 @@ def split_of(name: str, val_glob: str | None = None) -> str | None:
 
     val_glob: pattern for files of val, by path or file name; all others are train. Without it, a file belongs to val if
         its name or a folder in its path has the word val, valid, validation, dev or eval, and test files are left out.
+
+    >>> split_of("web/validation/part_2.bin"), split_of("web/test/0.bin"), split_of("val/0.bin", val_glob="b_*")
+    ('val', None, 'train')
     """
     if val_glob is not None:
         return "val" if fnmatchcase(name, val_glob) or fnmatchcase(name.rpartition("/")[2], val_glob) else "train"
@@ -108,7 +111,11 @@ def split_of(name: str, val_glob: str | None = None) -> str | None:
 
 
 def natural_order(path: str) -> tuple[tuple[tuple[str | int, ...], ...], str]:
-    """Return a key that sorts paths as people do, part by part: file2 before file10."""
+    """Return a key that sorts paths as people do, part by part.
+
+    >>> sorted(["a/file10", "a/file2", "a10/x", "a9/x"], key=natural_order)
+    ['a/file2', 'a/file10', 'a9/x', 'a10/x']
+    """
     parts = (re.split("([0-9]+)", name) for name in path.split("/"))
     return tuple(tuple(int(part) if at % 2 else part for at, part in enumerate(name)) for name in parts), path
 

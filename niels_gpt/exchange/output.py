@@ -108,6 +108,9 @@ def ends_in(bounds: NDArray[np.int64], first: int, tokens: int) -> NDArray[np.in
     """Return where documents end within `tokens` tokens from `first` on, relative to `first`; the last is `tokens`.
 
     bounds: starts of the split's documents, then the end of the last one: int64 [documents + 1].
+
+    >>> ends_in(np.array([0, 3, 8, 10]), first=2, tokens=7)  # documents of 3, 5 and 2 tokens
+    array([1, 6, 7])
     """
     begin, end = np.searchsorted(bounds, (first, first + tokens), side="right")
     ends = np.asarray(bounds[begin:end]) - first

@@ -23,7 +23,7 @@ one token before samples differ:
 Here a row forks early only where it has several targets, which is never more tokens. A loss that reads its targets from
 LossEdges needs no early fork (one_label=False).
 
-Such a row says neither where a sample ends nor its tokens after the last target, so no function reads it back.
+A row does not say where a sample ends after its last target, so no function turns one into a forest.
 """
 
 from __future__ import annotations

@@ -229,8 +229,7 @@ class FoldReport:
         return self.changed_samples > 0, f"{counts}{_at(self.sample_where)}"
 
     def _probe_checks(self) -> dict[str, tuple[bool | None, str]]:
-        untried = (None, "no token was changed")
-        uncompared = (None, f"not compared: {self.not_compared}")
+        untried, uncompared = (None, "no token was changed"), (None, f"not compared: {self.not_compared}")
         moved = "" if self.leak_where is None else " (row {1}, by a change of row {0})".format(*self.leak_where)
         outside = f"outside the subtrees of {self.probes} changed tokens logits move by {self.leak:.3g} at most{moved}"
         if 0 < self.leak <= self.rounding:
@@ -255,9 +254,8 @@ class FoldReport:
         missing = ", ".join(name for name, (failed, _) in checks.items() if failed is None)
         verdict = f"{len(findings)} of {len(checks)} checks failed" if findings else "ok"
         verdict += f", but not compared: {missing}" if missing and not findings else ""
-        advice = f"What to do: {ADVICE[findings[0]]}" if findings else "Nothing to do."
-        if missing and not findings:
-            advice = "Nothing to do for what was compared."
+        nothing = "Nothing to do for what was compared." if missing else "Nothing to do."
+        advice = f"What to do: {ADVICE[findings[0]]}" if findings else nothing
         precision = "" if self.changed_samples else f"; {self.dtype}, tolerance {self.tolerance:g}"
         padding = f" and {self.padding} of padding" if self.padding else ""
         marks = {True: "FAILED", False: "ok", None: "-"}
@@ -441,7 +439,6 @@ def check_supervision(fold: Fold, targets: Targets, pairs: Pairs, report: FoldRe
     report.unpredictable = int(targets.all.sum()) - report.targets
     report.lost_targets, report.lost_first_tokens = int(lost.sum()), int((lost & begins[targets.predicted]).sum())
     report.wrong_targets, report.extra_targets = int((~follows).sum()), int((follows & ~expected).sum())
-
     place = torch.searchsorted(wanted, given[expected])
     weight, right, size = pairs.weight[expected], sums[place], sizes[place]
     error = ((weight - right) / size).abs().masked_fill(weight == right, 0).nan_to_num(nan=math.inf, posinf=math.inf)
@@ -489,8 +486,7 @@ def _probed_rows(fold: Fold, probes: int, seed: int) -> list[int]:
     seen = fold.mask[rows][:, rows].sum(0)
     later = torch.arange(len(rows), 0, -1, device=rows.device)
     useful = ((seen > 1) & (seen < later)).tolist()
-    starts = fold.node_starts.sort().values
-    nodes = torch.searchsorted(starts, rows, right=True).tolist()
+    nodes = torch.searchsorted(fold.node_starts.sort().values, rows, right=True).tolist()
     drawn: Counter[tuple[bool, int]] = Counter()
     ranked: list[tuple[bool, int, int, int]] = []
     for index in torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist():

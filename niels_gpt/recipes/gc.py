@@ -60,12 +60,12 @@ def collect(cache_dir: Path, *, dry_run: bool, unsealed: bool = False) -> Iterat
         try:
             if not dry_run and removable(cache, kinds):
                 with build_lock(cache):
-                    kept = None if unsealed else _wanted_plan(cache)
+                    kept = None if unsealed else wanted_plan(cache)
                     for piece in _explained(leftovers(cache, kinds)):  # listed again: a build may have ended meanwhile
                         lines.append(_remove(piece, kept, dry_run))
             else:
                 refuse_if_building(cache)
-                kept = None if unsealed else _wanted_plan(cache)
+                kept = None if unsealed else wanted_plan(cache)
                 lines += [_remove(piece, kept, dry_run) for piece in _explained(leftovers(cache, kinds))]
         except CacheError as error:  # another process holds the lock, or its file is no lock
             lines.append(f"left alone {error}")
@@ -85,7 +85,7 @@ def _explained(pieces: list[Leftover]) -> list[Leftover]:
     return [piece._replace(why=why) if piece.path in others else piece for piece in pieces]
 
 
-def _wanted_plan(cache: Path) -> Path | None:
+def wanted_plan(cache: Path) -> Path | None:
     """Return the folder of the newest plan of a cache, unless it was sealed or is older than a week."""
     for plan in plans_of(cache)[:1]:
         fixed = (plan.folder / PLAN_NAME).lstat().st_mtime

@@ -254,7 +254,7 @@ def _of_entry(family: str, name: str, entry: Any, path: Path) -> UserSource:
         keys = [key for key in _KEYS if has_field or key != "field"]
         raise DefinitionError(
             f'{path}, {family}.{name}: found {entry!r}, expected a text "GLOB", or a table with the texts '
-            f"{', '.join(keys)}; `files` is required"
+            f"{', '.join(keys)}, where `files` is required"
         )
     return UserSource(family, name, base=path.parent, named_in=str(path), **entry)
 

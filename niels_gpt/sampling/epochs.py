@@ -12,7 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -39,13 +39,6 @@ _BATCHES_AHEAD = 64  # so that the first batch of a stream of short rows does no
 Made = TypeVar("Made")
 
 
-class Split(Protocol):
-    """The split of a cache that units are read from: `PretrainSplit`, `SFTSplit`, an EAGLE-3 dataset."""
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the identity of its content."""
-
-
 class Units(ABC):
     """What an epoch serves, numbered from 0: the windows, examples, packed rows or items of one split."""
 
@@ -54,7 +47,7 @@ class Units(ABC):
     purpose: ClassVar[int] = 0
     """Of the keys: units of other kinds with the same seed have unrelated orders."""
     split: Any
-    """A `Split`."""
+    """What they are read from: `PretrainSplit`, `SFTSplit`, or a dataset of EAGLE-3."""
     folder: Path
     """Of the split's cache, or of the split in it, for messages."""
     T: int
@@ -68,6 +61,11 @@ class Units(ABC):
     @abstractmethod
     def name(self) -> str:
         """Return the cache, its version and the split, for messages."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the identity of the content."""
+        content: dict[str, Any] = self.split.fingerprint()
+        return content
 
     def form(self) -> dict[str, Any]:
         """Return what a mixture's sources have in common beside T."""
@@ -95,7 +93,7 @@ class Epochs(Samples):
 
     def identity(self) -> dict[str, Any]:
         order = {"seed": self.seed, "key_check": key_check(self._keys)}
-        return {**self.units.version, **order, **self.units.settings(), **self.units.split.fingerprint()}
+        return {**self.units.version, **order, **self.units.settings(), **self.units.fingerprint()}
 
     def progress(self, consumed: int) -> dict[str, int]:
         return {"epoch": consumed // self.samples_per_epoch, "consumed_samples": consumed}

@@ -17,7 +17,7 @@ from niels_gpt.sampling.state import Origin, check_identity, continued, is_uncha
 from niels_gpt.sampling.stream import Located, Numbers, Samples, Stream
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import REBUILD, CacheError, StateError
-from niels_gpt.storage.meta_json import checked_int
+from niels_gpt.storage.meta_json import checked_int, shortened
 
 WhenExhausted = Literal["repeat", "stop"] | int
 MIXTURE_VERSION = 2
@@ -280,7 +280,7 @@ class MixtureStream(Stream[Any]):
             mine, first = (self._form(each) for each in (stream, self.streams[0]))
             for name, value in first.items():
                 if mine.get(name) != value:
-                    found, expected = f"{name}={mine.get(name)}", f"{value} as in streams[0]"
+                    found, expected = f"{name}={shortened(mine.get(name))}", f"{shortened(value)} as in streams[0]"
                     raise ValueError(f"streams[{number}] has {found}, expected {expected}")
         for source in self._sources_of():
             self._check_tokenizer(source.units)
@@ -290,13 +290,13 @@ class MixtureStream(Stream[Any]):
         """Return what streams of a mixture have in common."""
         units = cast(Epochs, stream.samples).units
         arguments = {name: getattr(stream, name) for name in ("global_batch_size", "rank", "world_size", "device")}
-        return {"T": units.T, **arguments, **units.form()}
+        return {**units.form(), "T": units.T, **arguments}
 
     def _check_tokenizer(self, units: Units) -> None:
         """Raise CacheError E402 if meta.json shows that a source and another one have different tokenizers."""
-        mine = units.split.fingerprint()["tokenizer_sha256"], units.vocab_size
+        mine = units.fingerprint()["tokenizer_sha256"], units.vocab_size
         for other in (source.units for source in self._sources_of()):
-            theirs = other.split.fingerprint()["tokenizer_sha256"], other.vocab_size
+            theirs = other.fingerprint()["tokenizer_sha256"], other.vocab_size
             if any(one != two and None not in (one, two) for one, two in zip(mine, theirs, strict=True)):
                 raise CacheError(
                     units.folder,
@@ -320,6 +320,9 @@ class MixtureStream(Stream[Any]):
         """Return the caches and their weights, the shape of a batch, the rank and the position."""
         parts = [f"{self._weights_of(number)} {_named(stream)}" for number, stream in enumerate(self.streams)]
         return f"MixtureStream({'; '.join(parts)}; {self._described()})"
+
+    def _rows(self) -> str:
+        return self.streams[0]._rows()
 
     def _sources(self) -> dict[str, object]:
         return {

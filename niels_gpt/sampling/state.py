@@ -27,7 +27,8 @@ from niels_gpt.storage.meta_json import printable, shortened
 MAX_SAMPLES = 2**62
 """The largest number of samples that is counted."""
 
-_CONTENT = ("split", "tokens", "content_sha256", "tokenizer_sha256")
+_CONTENT = ("split", "tokens", "samples", "manifest_sha256", "content_sha256", "tokenizer_sha256")
+"""What a fingerprint of a token cache or of an EAGLE-3 cache has."""
 _PROGRESS = ("epoch", "consumed_samples", "positions")
 _ARGUMENTS = ("weights", "when_exhausted", "block_size", "seed")
 _NO_IDENTITY = {*_PROGRESS, "checksum", "worker"}
@@ -163,7 +164,7 @@ def _refuse(key: str, given: Any, value: Any, where: str, allow_other_content: b
         raise StateError(f"{message}. The state is of another release, where the same number means another sample")
     if key not in _CONTENT:
         raise StateError(f"{message}. {remedy}")
-    if key == "tokens":
+    if key in ("tokens", "samples"):
         state_count({key: given}, key)
     elif not isinstance(given, str | None):
         raise StateError(f"{message}, of the kind that state_dict() returns")
@@ -279,7 +280,7 @@ def _read(state: Any) -> tuple[list[dict[str, Any]], list[int], int]:
     consumed, identity = state_count(state, "consumed_samples"), [key for key in state if key not in _NO_IDENTITY]
     if "worker" in state:
         raise StateError("state: of a StatefulDataLoader's worker. Only batch.state can be loaded with changed=True")
-    if "split" in state:  # of a stream of one cache
+    if "content_sha256" in state:  # of a stream of one cache
         check_checksum(state, identity, _PROGRESS)
         return [{key: state[key] for key in identity}], [consumed], consumed
     sources = state.get("sources")
@@ -322,4 +323,5 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any], keys: Sequenc
 def _described(source: Mapping[str, Any]) -> str:
     """Return what a state says of a source, which has no name there."""
     shown = [str(shortened(source[key])) for key in ("split", "content_sha256") if source.get(key) is not None]
-    return printable(f"{' '.join(shown)}, {shortened(source.get('tokens'))} tokens")
+    unit = "tokens" if "tokens" in source else "samples"
+    return printable(f"{' '.join(shown)}, {shortened(source.get(unit))} {unit}")

@@ -84,6 +84,8 @@ class Stream(IterableDataset[B], Generic[B]):
     """Batches of numbered samples. Iterating continues from the current position; it does not start over."""
 
     samples: Samples
+    T: int
+    """Tokens of a row, in streams of tokens."""
     _BLOCK = 16384  # samples located at once: 0.1 to 0.9 us each, but about 1 ms for a few: cycles are walked together
 
     def __init__(
@@ -179,7 +181,7 @@ class Stream(IterableDataset[B], Generic[B]):
 
     def _rows(self) -> str:
         """Describe the tensors of a batch."""
-        return f"x, y: int64 [{self.global_batch_size // self.world_size}, {getattr(self, 'T', '?')}] on {self.device}"
+        return f"x, y: int64 [{self.global_batch_size // self.world_size}, {self.T}] on {self.device}"
 
     def _described(self) -> str:
         return f"{self._rows()}, rank {self.rank} of {self.world_size}, consumed_samples={self._consumed}"

@@ -33,7 +33,6 @@ _BY_CLASS: tuple[tuple[type[BaseException], str], ...] = (
     (TypeError, "E102"),
     (LookupError, "E102"),
 )
-_WIDTH = 100  # columns
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,11 @@ def give_earlier_names(package: str, places: Mapping[str, Mapping[str, str]], sa
         setattr(sys.modules[parent], last, module)
 
 
-def explained(code: str) -> str:
-    """Return the meaning, remedy and example of a code as text. Raises: UsageError for an unknown code."""
+def explained(code: str, columns: int = 100) -> str:
+    """Return the meaning, remedy and example of a code in lines of at most so many columns.
+
+    Raises: UsageError for an unknown code.
+    """
     row = codes().get(code.upper())
     if row is None:
         from niels_gpt.settings import UsageError
@@ -120,8 +122,8 @@ def explained(code: str) -> str:
         raise UsageError(f"no code is called {code!r}, expected one of {', '.join(subject or codes())}")
     kind = "error" if row.code.startswith("E") else "warning"
     parts = [f"{row.code} {row.name}", row.meaning, f"What to do: {row.remedy}"]
-    parts = [fill(part, _WIDTH, break_long_words=False, break_on_hyphens=False) for part in parts]
+    parts = [fill(part, columns, break_long_words=False, break_on_hyphens=False) for part in parts]
     if row.example:
-        shown = wrap(f"{kind}[{row.code}]: {row.example}", _WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+        shown = wrap(f"{kind}[{row.code}]: {row.example}", columns - 4, break_long_words=False, break_on_hyphens=False)
         parts.append("\n".join(["For example:", "", *(f"    {line}" for line in shown)]))
     return "\n\n".join(parts)

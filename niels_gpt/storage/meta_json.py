@@ -9,6 +9,7 @@ import operator
 import os
 import re
 import reprlib
+import shlex
 import stat
 import zlib
 from collections import Counter
@@ -222,6 +223,11 @@ def resolved(path: Path) -> Path:
 def _link_error(path: PathLike) -> CacheError:
     remedy = f"If the link is yours, replace it by a copy of its target (cp -rL). {REBUILD}"
     return CacheError(path, "a symbolic link", "a file or folder: links are not followed", remedy, code="E205")
+
+
+def link_in_the_way(path: Path, expected: str) -> CacheError:
+    """Return the error E205 of a link where this project writes, with the command that removes it."""
+    return CacheError(path, "a symbolic link", expected, f"Remove it: {shlex.join(['rm', str(path)])}", code="E205")
 
 
 # --- untrusted values -------------------------------------------------------------------------------------------------

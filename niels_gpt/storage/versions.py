@@ -33,6 +33,7 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, PathLike, write_bytes
 from niels_gpt.storage.meta_json import (
     file_records,
+    link_in_the_way,
     open_regular,
     parse_object,
     printable,
@@ -105,9 +106,7 @@ def build_lock(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
     folder = versions_dir(path)
     for link in (folder.parent, folder):
         if link.is_symlink():
-            raise CacheError(
-                link, "a symbolic link", "a folder: nothing is written through links", "Remove it", code="E205"
-            )
+            raise link_in_the_way(link, "a folder: nothing is written through links")
     with locks.file_lock(folder / LOCK_NAME, path, _BUILT, wait=wait):
         yield folder
 
@@ -159,7 +158,7 @@ def resumable(path: PathLike, key: str, *, wait: bool = False) -> Iterator[tuple
         journal = work.with_name(work.name + JOURNAL_SUFFIX)
         for path_of in (work, journal):
             if path_of.is_symlink():
-                raise CacheError(path_of, "a symbolic link", "the folder of a build", "Remove it", code="E205")
+                raise link_in_the_way(path_of, "the folder of a build")
         if not (journal / JOURNAL_NAME).is_file():  # killed before the first checkpoint, or to be built from scratch
             _remove_build(work, journal)
         process = os.getpid()

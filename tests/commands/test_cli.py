@@ -169,7 +169,7 @@ def test_a_dry_run_shows_an_unfinished_build_and_how_far_it_came(flags, root, tm
     shown = done.out
     rows = {line.split()[0]: line for line in shown.splitlines()}
     assert "disk free" in shown
-    (count,) = re.findall(r"build \(an unfinished one is there: ([0-9]+) documents done\)", rows["pretrain/wikitext"])
+    (count,) = re.findall(r"\npretrain/wikitext: an unfinished one is there: ([0-9]+) documents done\n", shown)
     assert 0 < int(count) <= 999
     assert "unfinished" not in rows["pretrain/roam"] + rows["sft/dolly15k"]
 
@@ -194,7 +194,7 @@ def test_an_unfinished_build_of_another_version_is_shown_as_not_used(flags, root
     done = cli("build", "wikitext", "--dry-run", *flags)
     assert done.status == 0
     shown = " ".join(done.out.split())
-    assert "is there of another version of this program or of a library, which is not used)" in shown
+    assert "is there of another version of this program or of a library, which is not used" in shown
     assert "documents done" not in shown
     for dry_run in (True, False):
         with caplog.at_level("INFO"):

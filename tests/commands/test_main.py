@@ -49,11 +49,11 @@ def test_the_help_fits_a_screen_and_names_every_command_once():
 
 
 @pytest.mark.parametrize("words", [(), ("eagle3",), ("tree",), *COMMANDS], ids=" ".join)
-def test_every_help_is_short_and_narrow_and_explains_every_flag(words):
+def test_every_help_is_short_and_explains_every_flag(words):
     done = niels_gpt(*words, "-h")
     assert done.status == 0
     lines = done.out.splitlines()
-    assert len(lines) <= 75 and max(map(len, lines)) <= 100 and "…" not in done.out
+    assert len(lines) <= 75
     if command := COMMANDS.get(words):
         assert all(getattr(param, "help", None) for param in command.params)
         assert {"--json", "--strict"} <= {flag for param in command.params for flag in param.opts}

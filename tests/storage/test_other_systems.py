@@ -132,6 +132,7 @@ def test_without_flock_a_builder_names_leases_which_work(tmp_path, monkeypatch):
 
 def test_without_flock_gc_keeps_versions_and_removes_unfinished_builds(tmp_path, monkeypatch):
     NoFlock(monkeypatch)
+    apply_lock_setting(tmp_path, "lease")
     first = tmp_path / ".versions" / "c" / build(tmp_path / "c", ["old text, " * 9])["content_sha256"][:12]
     data = PretrainTokenStreamDataset(first / "train", T=4, device="cpu")
     for text in ("a second", "a third"):

@@ -53,7 +53,7 @@ def niels_gpt(*argv, env=None, module="", is_terminal=False):
     is_terminal: whether the command takes its output for a terminal.
     """
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors, "") for errors in ("strict", "backslashreplace"))
-    out.isatty = lambda: is_terminal
+    out.isatty = err.isatty = lambda: is_terminal
     start = importlib.import_module(module).main if module else commands.start
     with _restored(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         os.environ.update(env or {})

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from niels_gpt.commands.report import damage_lines
+from niels_gpt.commands.report import damage_lines, notices
 from niels_gpt.display.numbers import count_text, size_text
-from niels_gpt.display.tables import WIDTH, escaped_html, html_table, shown, table
+from niels_gpt.display.tables import WIDTH, escaped_html, folded, html_table, shown, size_of, table
 from niels_gpt.kinds.files import Damage
 from niels_gpt.kinds.rows import Stats
+from niels_gpt.recipes.records import Outcome
 from niels_gpt.storage.versions import version_name
 
 
@@ -68,3 +69,29 @@ def test_damage_without_a_file_has_no_bytes():
     assert damage_lines(Path("c"), [Damage("", 0, 0, "gone"), Damage("a", 0, 2, "bad")]) == (
         "c: 2 damages\n  gone\n  a, bytes 0 to 2: bad"
     )
+
+
+def test_a_notice_says_what_a_counter_means_and_which_flag_helps():
+    meta = {"kind": "sft", "chat_template": {"sha256": "0" * 64, "loss_on": "assistant"}}
+    meta["noticed"] = {"turns_without_loss": 1_000, "merged_at_reply_edge": 2, "empty_reply": 3}
+    text = " ".join(notices(Outcome("sft/mine", Path("c"), meta, False, 1.0, None, "")).split())
+    assert "turns_without_loss 1,000 (" in text and "--loss-on assistant,tool_calls)" in text
+    assert "merged_at_reply_edge 2 (" in text and "empty_reply 3," in text
+
+
+def test_a_table_fits_its_columns_and_cuts_no_word():
+    rows = [("name", "train tokens", "what it is for"), ("a/long_name", "1,204", "a sentence of many words " * 4)]
+    for columns in (40, 60, 80):
+        text = table(rows, columns)
+        assert max(map(len, text.splitlines())) <= columns
+        assert sorted(text.split()) == sorted(" ".join(" ".join(row) for row in rows).split())
+    wide = table([("key", "x"), ("\u6587\u5b57", "y"), ("e\u0301", "z")]).splitlines()
+    assert [size_of(line) for line in wide] == [7, 7, 7] and wide[1].endswith("  y")
+
+
+def test_a_folded_line_keeps_commands_and_colours_whole():
+    text = "It is damaged. Build it again: niels-gpt build chats --restart --cache-dir some/folder. Or copy it"
+    lines = folded(text, 40, "  ")
+    assert "  niels-gpt build chats --restart --cache-dir some/folder." in lines and max(map(len, lines[:1])) <= 40
+    colour = "\x1b[32mgreen\x1b[0m " * 10
+    assert [size_of(line) for line in folded(colour, 23)] == [23, 23, 11]

@@ -18,7 +18,7 @@ from niels_gpt.storage.errors import SourceError
 
 BLOCK_BYTES = 1 << 20
 MAX_LISTS = 1 << 20
-"""Lists and objects of a row: for each, Python takes up to 250 bytes, and three of a file suffice."""
+"""Limit of lists and objects in a row. One takes three bytes of a file, and up to 250 in Python."""
 TOO_MANY = f"more than {MAX_LISTS:,} lists and objects"
 UNSETTLED = 16  # characters at a window's end whose meaning may change with more text: tru|e, 1.|5, "\ud8|3d"
 _WHITESPACE = re.compile(r"[ \t\r\n]*")  # JSON's own, RFC 8259 section 2
@@ -31,7 +31,7 @@ _AFTER_SCALAR = re.compile(r"[,\]}\s]")
 
 
 def has_many_lists(text: str, start: int = 0) -> bool:
-    """Whether the value of JSON at a place of a text has more than MAX_LISTS, as far as the text goes."""
+    """Return whether the JSON value at a place of a text has more than MAX_LISTS, as far as the text goes."""
     lists = depth = 0
     for found in _STRING_OR_BRACKET.finditer(text, start):
         if found[0] in ("[", "{"):
@@ -57,12 +57,12 @@ def spans_lines(file: BinaryIO, limit: int = MAX_DOCUMENT_BYTES) -> bool:
 
 
 def iter_values(file: BinaryIO, name: str, limit: int = MAX_DOCUMENT_BYTES) -> Iterator[tuple[int, Any, str]]:
-    """Yield the items of an array, or else the values of the file: each with its number from 1, and its JSON.
+    """Yield (number from 1, value, JSON) for each item of an array; for each value of a file that is no array.
 
-    An item of more than `limit` bytes, or one nested too deeply for Python, is a `Problem` without JSON. Invalid UTF-8
-    is kept in the JSON by `errors="surrogateescape"`.
-    name: of the file, for messages.
-    Raises: ValueError naming the item at which the JSON is broken; later items cannot be found.
+    An item of more than `limit` bytes, or nested too deeply for Python, is a `Problem` without JSON. Invalid UTF-8
+    stays in the JSON by `errors="surrogateescape"`.
+    name: names the file in messages.
+    Raises: SourceError E302, which names the first broken item; later items cannot be found.
     """
     window = _Window(file, limit)
     if window.peek() == "[":
@@ -109,7 +109,7 @@ def _value(window: _Window, where: str) -> tuple[Any, str]:
 
 
 class _SkipError(ValueError):
-    """A value that may be valid JSON cannot be decoded, or is too large to be."""
+    """A value may be valid JSON, but cannot be decoded or is too large."""
 
     def __init__(self, reason: str, *, too_large: bool = False) -> None:
         super().__init__(reason)
@@ -117,7 +117,7 @@ class _SkipError(ValueError):
 
 
 class _Window:
-    """The text of a file from the next unread character on, as far as it was needed."""
+    """The text of a file from the next unread character on, as far as it was read."""
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
         self.limit = limit
@@ -172,7 +172,7 @@ class _Window:
                 return value, source
 
     def skip_value(self) -> bool:
-        """Move past the value that begins here without holding it; return whether it ends before the file does."""
+        """Move past the value that begins here without holding it. Returns False if the file ends first."""
         if self.peek() not in tuple('{["'):
             while (found := _AFTER_SCALAR.search(self._text, self._at)) is None:
                 if not self._next_block():

@@ -22,7 +22,10 @@ SAMPLE_DIR = Path(__file__).resolve().parent.parent / "sample"
 
 
 def mirror_root(source_root: str | os.PathLike[str]) -> Path | None:
-    """Return the folder that `source_root` ("hub", "sample" or a mirror) stands for; None for the hub."""
+    """Return the folder of `source_root` ("hub", "sample" or a mirror); None for the hub.
+
+    Raises: SourceNotFound E301 if there is no such folder.
+    """
     if str(source_root) == "hub":
         return None
     if str(source_root) == "sample":
@@ -46,10 +49,12 @@ def source_files(
     not_followed: list[Path] | None = None,
     forks: list[Path] | None = None,
 ) -> list[Path]:
-    """List a source's files in a mirror, in order of relative path; FileNotFoundError if there are none.
+    """List a source's files in a mirror, in order of relative path.
 
-    follow_links: below `root`, which may itself be a link; otherwise links are counted and the first is logged.
-    not_followed: receives these links. forks: as walk_files; they are counted too.
+    follow_links: follow links below `root`, which may itself be one; otherwise they are counted, and the first is
+        logged. not_followed: receives these links.
+    forks: receives the resource forks of macOS: see walk_files. They are counted too.
+    Raises: SourceNotFound E301 if there are no files.
     """
     folder = root / dataset_id
     wanted = tuple(suffixes or KNOWN_SUFFIXES)
@@ -73,7 +78,7 @@ def source_files(
 
 
 def split_of(path: str | os.PathLike[str]) -> str:
-    """Return the split that a file's name starts with: train, validation or test; any other name is train."""
+    """Return the split that a file's name starts with: train, validation or test; train for any other name."""
     name = Path(path).name
     return next((split for split in SPLITS if name.startswith(split)), "train")
 
@@ -89,9 +94,10 @@ def split_files(
 ) -> list[Path]:
     """List the files of one split, train, validation or test; with "all" the files of every split.
 
-    folders: the first that exists inside the dataset's folder is read alone. A copy of a hub repository has a folder
-        for each config, or the same rows in other formats beside it.
+    folders: the first one that exists inside the dataset's folder is listed alone. A copy of a hub repository has a
+        folder for each config, or the same rows in other formats beside it.
     beside: follow_links, counters, not_followed and forks of `source_files`.
+    Raises: SourceNotFound E301 if there are no files of the split; SourceError E302 for an unknown split.
     """
     check_split(split, allow_all=True)
     inner = next((name for name in folders if (root / dataset_id / name).is_dir()), None)
@@ -107,7 +113,7 @@ def split_files(
 
 
 def check_split(split: str, *, allow_all: bool = False) -> None:
-    """Raise ValueError unless `split` is train, validation, test or, where allowed, "all"."""
+    """Check the name of a split. Raises: SourceError E302 unless it is one of SPLITS, or "all" where allowed."""
     names = (*SPLITS, "all") if allow_all else SPLITS
     if split not in names:
         raise SourceError(f"unknown split {split!r}; expected one of {', '.join(names)}")

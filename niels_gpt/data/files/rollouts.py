@@ -1,4 +1,4 @@
-"""What a row of recorded rollouts may look like: a group of completions or one sample, with token ids as sampled.
+"""The forms of a row of recorded rollouts: a group of completions or one sample, with token ids as sampled.
 
     {"group": "q7", "prompt_ids": [5, 6], "completions": [[7, 8], {"ids": [7, 9], "logprobs": [-0.1, -2.0]}]}
     {"group": "q7", "prompt_ids": [5, 6], "completion_ids": [7, 8], "advantage": 0.5}
@@ -7,9 +7,9 @@
 Beside ids, a completion or a sample may have `logprobs`, one for each id of the completion; `advantage` or
 `advantages`, one number or one for each of these ids; `mask` or `loss_mask`, 1 for each id with loss; and `reward`.
 Beside `completions` these names hold a list with an entry for each completion. A whole sequence has these lists for
-all of its ids; with `prompt_length`, logprobs and advantages are of the ids behind the prompt. A field that is null is
-absent: rows of parquet have every field. `prompt_tokens` and `response_tokens`, as open-instruct has them, are other
-names of `prompt_ids` and `completion_ids`. Other fields are not kept, and counted: see `unread_of`.
+all of its ids; with `prompt_length`, logprobs and advantages belong to the ids behind the prompt. A field that is null
+is absent: rows of parquet have every field. `prompt_tokens` and `response_tokens`, the names of open-instruct, stand
+for `prompt_ids` and `completion_ids`. Other fields are not kept, and counted: see `unread_of`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 MALFORMED = "malformed"
 MAX_ID = 2**31 - 1
 MAX_GROUP_TOKENS = 2**26
-"""Tokens of a group, the prompt once for each completion: 512 MiB as int64. A short row can ask for many more."""
+"""Limit of tokens in a group, the prompt once for each completion: 512 MiB as int64. A short row can ask for more."""
 MAX_GROUP_SAMPLES = 2**18
-"""Samples of a group: Python needs about a kilobyte for each, however short it is."""
+"""Limit of samples in a group: Python needs about a kilobyte for each, however short."""
 FORMS = '"prompt_ids" with "completions" or "completion_ids", or "ids"'
 _ALIASES = {
     "logprobs": ("logprobs",),
@@ -48,18 +48,18 @@ _DESCRIBING = frozenset(("id", *_IN_WORDS, "source", "dataset", "data_source")) 
 
 
 class NotRolloutsError(SourceError):
-    """A row holds no rollouts that can be used."""
+    """A row holds no usable rollouts."""
 
     def __init__(self, reason: str, found: str = "") -> None:
         super().__init__(f"{reason}: found {found or 'none of the known forms'}")
         self.reason = reason
         """missing_field, malformed or too_large."""
         self.found = found
-        """What was found instead, for messages; "" if the row has no known form."""
+        """The odd value, for messages; "" if the row has no known form."""
 
 
 def samples_of(row: Mapping[str, Any]) -> tuple[str | None, list[Rollout]]:
-    """Return the group that a row names, None if it names none, and its samples.
+    """Return a row's group name, None if it has none, and its samples.
 
     Raises: NotRolloutsError "missing_field" for a row of no known form; "too_large" for a group of more than
         MAX_GROUP_TOKENS; "malformed" for a field of another type, length or range.
@@ -85,7 +85,7 @@ def samples_of(row: Mapping[str, Any]) -> tuple[str | None, list[Rollout]]:
 
 
 def _given(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a row has, those with another name by the first one."""
+    """Return the known fields of a row, by the first of their names."""
     given = {name: row[name] for name in FIELDS if row.get(name) is not None}
     for other, name in _OTHER_NAMES.items():
         if other in given and name in given:
@@ -96,10 +96,9 @@ def _given(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unread_of(row: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Return the names of fields that are not kept of a row or of its completions, and hold more than a description.
+    """Return the names of fields of a row or its completions that are not kept, and hold more than a description.
 
-    names: of all of the row's fields. One that `row` is without was not read, and counts; one that holds nothing
-        does not.
+    names: all fields of the row. A field that `row` lacks was not read, and counts; an empty field does not.
     """
     completions = row.get("completions")
     own = completions if isinstance(completions, list) else ()
@@ -116,27 +115,27 @@ class Behind:
     """A loader's counters and position as of a row before the one that it reads."""
 
     def __init__(self, counters: Counter[str] | None, position: dict[str, int] | None) -> None:
-        """counters, position: those that the builder shares; None if it does not want them."""
+        """counters, position: shared with the builder; None without one."""
         self._shared, self._shared_position = counters, position
         self.counters: Counter[str] = Counter(counters)
-        """For the loader to count in."""
+        """Counters that the loader uses."""
         self.position = {} if position is None else dict(position)
-        """For the loader to keep its position in."""
+        """Position that the loader uses."""
         self._published = Counter(counters)
         self._open: tuple[str | None, str] = (None, "")
         self.mark()
 
     def continues(self, name: str | None, path: str) -> bool:
-        """Whether a row belongs to the group of the row before: both name it, in one file. name: None for no name."""
+        """Return whether a row belongs to the group of the row before: both name it, in one file."""
         before, self._open = self._open, (name, path)
         return name is not None and before == self._open
 
     def mark(self) -> None:
-        """Remember the counts and the position of the row that was read last."""
+        """Remember the counts and the position as of now."""
         self._marked = Counter(self.counters), dict(self.position)
 
     def passes(self, is_own: bool) -> bool:
-        """Give the builder what was remembered where it is its partition's own, else leave it out; returns which."""
+        """Publish the remembered counts and position to the builder if they are the partition's own. Returns is_own."""
         counts, position = self._marked
         new = counts - self._published
         self._published += new
@@ -148,11 +147,11 @@ class Behind:
 
 
 def tokens_of(samples: Sequence[Rollout], before: int = 0, where: str = "") -> int:
-    """Return the tokens of a group, for its limit. before: of its earlier rows; where: the row of the samples.
+    """Return the tokens of a group, for its limit. before: tokens of its earlier rows. where: names the row.
 
-    Raises: ValueError for more than MAX_GROUP_TOKENS, and for more than MAX_GROUP_SAMPLES.
+    Raises: SourceError E302 for more than MAX_GROUP_TOKENS or MAX_GROUP_SAMPLES.
     """
-    least = MAX_GROUP_TOKENS // MAX_GROUP_SAMPLES  # that a sample counts as, so that they are bounded too
+    least = MAX_GROUP_TOKENS // MAX_GROUP_SAMPLES  # tokens that a sample counts as: bounds the samples too
     tokens = before + sum(max(len(sample.ids), least) for sample in samples)
     if tokens > MAX_GROUP_TOKENS:
         raise SourceError(f"{where}: found {_too_many()}, expected smaller groups")
@@ -194,7 +193,7 @@ def _completions(prompt: NDArray[np.int64], given: Mapping[str, Any]) -> list[Ro
 
 
 def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is given beside the ids, under one name each."""
+    """Return the fields beside the ids, by the first of their names."""
     found: dict[str, Any] = {}
     for name, aliases in _ALIASES.items():
         here = [alias for alias in aliases if given.get(alias) is not None]

@@ -117,7 +117,8 @@ def iter_rows(
 def numbered_rows(path: Path, **how: Any) -> Iterator[Row]:
     """Yield a file's rows with their numbers, one by one. how: fields of Reading, without `texts`.
 
-    Raises: SourceError E302 as `rows_or_columns`.
+    Raises: SourceError E302 for another kind of file, a damaged file and an array that is cut off; without `unreadable`
+        also for a row that would be dropped.
     """
     return cast(Iterator[Row], rows_or_columns(path, Reading(**how)))
 

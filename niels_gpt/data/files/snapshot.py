@@ -1,7 +1,7 @@
 """Rows of a hub dataset kept as files of a mirror: how a snapshot is written, resumed and checked.
 
     <folder>/train-00000.jsonl.gz ...    the rows as upstream has them, one JSON object a line, in the order of a build
-    <folder>/snapshot.json               which rows of which dataset, and the files; written after each file
+    <folder>/snapshot.json               the dataset, the rows and the files; written after each file
 
 Rows are only appended, so an interrupted snapshot resumes, and a finished one can be extended.
 """
@@ -32,7 +32,7 @@ PART_BYTES = 1 << 26  # of JSON, uncompressed: the most that a killed process lo
 _MANIFEST_BYTES = 1 << 26  # a file takes 200 bytes of it
 _PART_NAME = re.compile(r"[a-z]+-\d{5}\.jsonl\.gz|\.[a-z]+-\d{5}\.jsonl\.gz\.part")
 _OF_THE_STREAM = ("dataset", "config", "shuffle")
-"""Keys that decide the rows and their order, with the revision, which a snapshot keeps from its first run."""
+"""Keys that decide the rows and their order, beside the revision, which a snapshot keeps from its first run."""
 
 Row = dict[str, Any]
 
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return a folder's snapshot.json; None if there is none, as in a mirror made by hand.
 
-    Raises: CacheError if it cannot be read.
+    Raises: CacheError E307 if it is damaged.
     """
     path = folder / MANIFEST_NAME
     try:
@@ -63,7 +63,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 def check_files(folder: Path, manifest: Mapping[str, Any], files: Sequence[Path]) -> None:
     """Compare the files that a build would read with the manifest, by name and sha256.
 
-    Raises: CacheError for an unfinished snapshot, and for missing, foreign or damaged files.
+    Raises: CacheError E307 for an unfinished snapshot, and for missing, foreign or damaged files.
     """
     if not manifest["finished"]:
         raise CacheError(
@@ -104,14 +104,14 @@ def take(
     max_text_bytes: int | None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Write the rows of a dataset to `folder`, after those of an earlier call; returns the manifest.
+    """Append the rows of a dataset to `folder`, behind the rows that it has; return the manifest.
 
+    To resume, rows that are kept already are read again and skipped.
     about: dataset, config, revision, licence, attribution, datasets_version and shuffle (None, or seed and buffer).
     rows_of: takes a revision and a split; the same arguments give the same rows in the same order.
     max_text_bytes: stop after the row that reaches this many bytes of text; None: keep all rows.
     progress: called with the rows kept, their UTF-8 bytes of text, and max_text_bytes.
-    To resume, the rows that were kept are read again and skipped.
-    Raises: CacheError for a folder with other files, with rows in another order, or with damaged files; the errors of
+    Raises: CacheError E307 for a folder with other files, rows in another order, or damaged files; the errors of
         `rows_of`, after the rows before them are kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def _new(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remove_unrecorded(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Remove what a killed process left: parts, and a file that is not in the manifest."""
+    """Remove the leftovers of a killed process: parts, and a file that is not in the manifest."""
     recorded = {file["name"] for file in manifest["files"]}
     for path in folder.iterdir():
         if _PART_NAME.fullmatch(path.name) and path.name not in recorded:
@@ -190,7 +190,7 @@ class _Writer:
             pass
 
     def _part(self, split: str, rows: Iterator[Row]) -> bool:
-        """Write one file; return whether more rows may follow. If reading them fails, the rows before are kept."""
+        """Write one file; return whether more rows may follow. If reading fails, the rows before are kept."""
         number = sum(file["split"] == split for file in self._manifest["files"])
         path = self._folder / f"{split}-{number:05}.jsonl.gz"
         temporary = path.with_name(f".{path.name}.part")

@@ -1,4 +1,4 @@
-"""Text of a file: its encoding, the largest document, and what is counted as repaired or dropped.
+"""Text of a file: its encoding, size limit and compression, and the counters of repaired and dropped documents.
 
 A file that begins with a byte-order mark is decoded as it says (UTF-8, UTF-16, UTF-32), without the mark. Any other
 file is UTF-8; invalid bytes become U+FFFD, and the document or row counts as "repaired_utf8". A document or row of more
@@ -37,14 +37,14 @@ MAX_DOCUMENT_BYTES = 1 << 26
 """The largest document or row by default: 64 MiB."""
 
 REPAIRED, BYTE_ORDER_MARK, WITH_NUL = "repaired_utf8", "byte_order_mark", "texts_with_nul"
-"""Counters of documents that were kept, as `signals.is_of_kept` has more; every other one is of dropped documents."""
+"""Counters of kept documents; `signals.is_of_kept` knows more. Every other counter has dropped documents."""
 TOO_LARGE, UNREADABLE_ROW, MISSING_FIELD = "too_large", "unreadable_row", "missing_field"
 LINKS, RESOURCE_FORK = "links_not_followed", "resource_fork"
 
 NOT_FETCHED = "a pointer of git-lfs in place of the text; fetch it: git lfs pull"
 
 PACKED_SUFFIXES = (".gz", ".zst")
-"""Of compressed files, after the suffix that says what is in them."""
+"""Suffixes of compressed files, after the suffix of their content."""
 
 _MARKS = (  # UTF-32 LE first: its mark begins with that of UTF-16 LE
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -65,14 +65,14 @@ codecs.register_error(_BROKEN, lambda error: ("\udcff", cast(UnicodeDecodeError,
 
 
 class Problem(str):
-    """Why a row is dropped: a sentence that names the file and the row."""
+    """The reason to drop a row: a sentence that names the file and the row."""
 
     reason: str = UNREADABLE_ROW
     rows: int = 1
 
     @classmethod
     def too_large(cls, where: str, limit: int, *, rows: int = 1, found: str = "") -> Problem:
-        """Return the problem of a document, a row, or several rows that can only be read together; found: its size."""
+        """Return the problem of a document, a row, or several rows that can only be read together. found: the size."""
         found = found or f"more than {limit:,} bytes"
         problem = cls(f"{where}: {found}, expected at most {limit:,} in a document (--max-document-bytes)")
         problem.reason, problem.rows = TOO_LARGE, rows
@@ -86,7 +86,7 @@ def count(counters: Counter[str] | None, reason: str, number: int = 1) -> None:
 
 
 def note(counters: Counter[str] | None, reason: str, problem: str, number: int = 1) -> None:
-    """Count, and log the first of each reason: a build has one Counter per source. None: neither."""
+    """Count a problem, and log the first of each reason. A build has one Counter per source. None: do neither."""
     if counters is None:
         return
     if not counters[reason]:
@@ -95,7 +95,7 @@ def note(counters: Counter[str] | None, reason: str, problem: str, number: int =
 
 
 def is_pointer(text: bytes | str) -> bool:
-    """Whether a text stands for another one that git-lfs has not fetched."""
+    """Return whether a text is a pointer of git-lfs to a text that is not fetched."""
     begin = text[:_POINTER_BYTES]
     if isinstance(begin, str):
         begin = begin.encode(errors="replace")
@@ -103,15 +103,15 @@ def is_pointer(text: bytes | str) -> bool:
 
 
 def has_other_text(texts: Sequence[str]) -> bool:
-    """Whether a row has another text than the one that is read, which is the first of its fields of text.
+    """Return whether a row has a second text, different from the first one, which is read.
 
-    One without white space inside is a name or an id.
+    A string without white space inside is no text but a name or an id.
     """
     return any(text != texts[0] and re.search(TWO_WORDS, text) for text in texts[1:])
 
 
 def is_empty_file(path: Path, counters: Counter[str] | None) -> bool:
-    """Whether a file of rows, or a compressed one, has no byte; then it is counted. One of parquet is damaged then."""
+    """Return whether a file of rows, or a compressed one, has no byte, and count it. A parquet file is damaged then."""
     if path.name.lower().endswith(".parquet"):
         return False
     with errors_as("E301"):
@@ -123,7 +123,7 @@ def is_empty_file(path: Path, counters: Counter[str] | None) -> bool:
 
 
 def says_nothing(value: Any) -> bool:
-    """Whether a field's value holds nothing: null, a blank text, an empty list or object, or one of such values."""
+    """Return whether a value is empty: null, a blank text, an empty list or object, or one of such values."""
     if isinstance(value, str):
         return value.strip() in ("", "null", "[]", "{}")  # the last three: as JSON in a text
     if isinstance(value, dict):
@@ -171,21 +171,21 @@ def read_text(
 
 
 class UnusableFile(SourceError):
-    """A file is too large to be a document, or a pointer of git-lfs. The message names the file and the remedy."""
+    """A file is too large for one document, or a pointer of git-lfs. The message names the file and the remedy."""
 
     def __init__(self, reason: str, problem: str) -> None:
         super().__init__(problem)
         self.reason = reason
-        """The counter of the document that is dropped."""
+        """The counter of the dropped document."""
 
 
 def unpacked_name(name: str) -> str:
-    """Return a file's name without the suffix of its compression, if it has one."""
+    """Return a file's name without the suffix of its compression."""
     return name[: -len(found)] if (found := packed_suffix(name)) else name
 
 
 def packed_suffix(name: str) -> str:
-    """Return which of PACKED_SUFFIXES a file's name ends in; "" for none."""
+    """Return the one of PACKED_SUFFIXES that ends a file's name; "" for none."""
     return next((suffix for suffix in PACKED_SUFFIXES if name.lower().endswith(suffix)), "")
 
 
@@ -194,7 +194,7 @@ def lines_of(
 ) -> Iterator[tuple[int, bytes | None]]:
     """Yield lines with their numbers from 1 and their line ends; None instead of a line of more than `limit` bytes.
 
-    share: which lines. skip_to: the lines up to this number are left out. path: of the file, for messages.
+    share: lines to yield. skip_to: leave out the lines up to this number. path: names the file in messages.
     """
     for first, lines in line_blocks(file, limit, path):
         numbers = share.numbers(max(first, skip_to + 1), first + len(lines))
@@ -202,7 +202,7 @@ def lines_of(
 
 
 def line_blocks(file: BinaryIO, limit: int, path: Path | None = None) -> Iterator[tuple[int, list[bytes | None]]]:
-    """Yield the lines of `lines_of`, about a mebibyte at a time, with the number of the first of them."""
+    """Yield the lines of `lines_of`, about a mebibyte at a time: the number of the first line, and the lines."""
     reader = cast(io.BufferedReader, file)
     number, parts, size = 1, list[bytes](), 0  # parts: of a line without its end so far; none of one that is too large
     while block := reader.read1(_READ_BYTES):  # what could be read before a damaged place is not lost
@@ -229,8 +229,11 @@ def line_blocks(file: BinaryIO, limit: int, path: Path | None = None) -> Iterato
 
 
 def open_source(path: Path) -> int:
-    """Open a regular file of a source and return its descriptor. Raises: as `open_for_reading`; ValueError for a file
-    that is mostly holes."""
+    """Open a regular file of a source and return its descriptor.
+
+    Raises: FileNotFoundError E301 if it does not exist; NotRegularError E205 if it is no regular file; SourceError
+        E302 if it is mostly holes.
+    """
     with errors_as("E301"):
         handle = open_for_reading(path, follow_links=True)
     try:
@@ -245,8 +248,8 @@ def open_source(path: Path) -> int:
 def opened_text(path: Path, *, counters: Counter[str] | None = None) -> Iterator[BinaryIO]:
     """Open a file and yield its text as UTF-8 without a byte-order mark, which is counted.
 
-    Raises: ValueError if it is no regular file, or a pointer of git-lfs; inside the block for a damaged .gz or .zst
-        file.
+    Raises: UnusableFile E302 for a pointer of git-lfs; the errors of `open_source`; inside the block SourceError E302
+        for a damaged .gz or .zst file.
     """
     packed = packed_suffix(path.name)
     with open(open_source(path), "rb") as raw:

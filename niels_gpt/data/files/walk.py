@@ -1,4 +1,4 @@
-"""The files below a folder: their order, which are hidden, which links are followed, and their fingerprint."""
+"""Files below a folder: their order, which are hidden, which links are followed, and their fingerprint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from niels_gpt.data.files.text import LINKS, RESOURCE_FORK, open_source
 logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 100
-"""Folders below one another that are looked into. Each look takes a time that grows with the length of the path."""
+"""Levels of folders to look into. Each look takes a time that grows with the length of the path."""
 
 
 def walk_files(
@@ -30,10 +30,10 @@ def walk_files(
 
     Hidden files and folders (`.git`, `.obsidian`) are left out. Unreadable folders, pipes and broken links are skipped
     with a warning.
-    follow_links: below `folder`, which may itself be a link. Each file is then listed once, by the path with the fewest
-        links.
-    links: receives the links to folders, and to files with such a suffix, that are not followed.
-    forks: receives the hidden files `._NAME` with such a suffix, which macOS puts beside NAME on other disks.
+    follow_links: follow links below `folder`, which may itself be one. Each file is then listed once, by the path with
+        the fewest links.
+    links: receives links to folders, and to files with such a suffix, that are not followed.
+    forks: receives hidden files `._NAME` with such a suffix, which macOS puts beside NAME on other disks.
     """
     files: list[Path] = []
     for parent in walk_folders(folder, follow_links=follow_links, links=links):
@@ -55,9 +55,9 @@ def walk_files(
 def walk_folders(folder: Path, *, follow_links: bool = False, links: list[Path] | None = None) -> Iterator[Path]:
     """Yield `folder`, which may be a link, and the folders below it, without hidden ones.
 
-    follow_links: also below `folder`. Each real folder is then yielded once, by the path with the fewest links, then
-        the fewest parts, then the first in byte order.
-    links: receives the links to folders that are not followed.
+    follow_links: also follow links below `folder`. Each real folder is then yielded once, by the path with the fewest
+        links, then the fewest parts, then the first in byte order.
+    links: receives links to folders that are not followed.
     """
     root = Path(os.path.realpath(folder))
     seen: set[Path] = set()
@@ -91,7 +91,7 @@ def walk_folders(folder: Path, *, follow_links: bool = False, links: list[Path] 
 
 
 def once_each(paths: Iterable[Path]) -> dict[str, Path]:
-    """Return one path for each real path, the one with the fewest links, as in walk_folders."""
+    """Return real path -> the path with the fewest links, then the fewest parts, then the first in byte order."""
     names: dict[str, list[Path]] = {}
     for path in paths:
         names.setdefault(os.path.realpath(path), []).append(path)
@@ -99,9 +99,9 @@ def once_each(paths: Iterable[Path]) -> dict[str, Path]:
 
 
 def in_order(files: Iterable[Path], *folders: Path) -> tuple[list[Path], Path]:
-    """Return absolute files, each once, and the folder above them and `folders`.
+    """Return absolute files, each once, and the common folder above them and `folders`.
 
-    They are sorted by the bytes of their paths below it, so that the same files elsewhere have the same order.
+    The files are sorted by the bytes of their paths below that folder: the same files elsewhere have the same order.
     """
     once = set(files)
     root = Path(os.path.commonpath([*(path.parent for path in once), *folders]))
@@ -113,7 +113,7 @@ def _num_links(path: Path) -> tuple[int, int, bytes]:
 
 
 def first_link(root: Path, path: Path) -> Path | None:
-    """Return the first link on the path from `root` down to `path`, which may itself be one; None if there is none."""
+    """Return the first link on the way from `root` down to `path`, which may itself be one; None if there is none."""
     for parent in (*reversed(path.relative_to(root).parents), path.relative_to(root)):
         if (step := root / parent) != root and step.is_symlink():
             return step
@@ -121,7 +121,7 @@ def first_link(root: Path, path: Path) -> Path | None:
 
 
 def note_links(counters: Counter[str] | None, links: Sequence[Path]) -> None:
-    """Count links that are not followed, only at the first call for these counters, and log the first link."""
+    """Count links that are not followed, and log the first one. Later calls for the same counters do nothing."""
     if counters is not None and links and not counters[LINKS]:
         counters[LINKS] = len(set(links))
         logger.warning(
@@ -134,7 +134,7 @@ def note_links(counters: Counter[str] | None, links: Sequence[Path]) -> None:
 
 
 def note_forks(counters: Counter[str] | None, number: int) -> None:
-    """Count resource forks of macOS, only at the first call for these counters."""
+    """Count resource forks of macOS. Later calls for the same counters do nothing."""
     if counters is not None and number and not counters[RESOURCE_FORK]:
         counters[RESOURCE_FORK] = number
 
@@ -161,7 +161,8 @@ def _warn_of(error: OSError) -> None:
 def files_fingerprint(root: Path, paths: Iterable[Path]) -> str:
     """Hash names and contents: sha256 over "relpath, NUL, size, NUL, sha256, newline" in order of relative path.
 
-    Independent of where `root` is and of modification times. Raises: ValueError for a file that is mostly holes.
+    Depends neither on the place of `root` nor on modification times.
+    Raises: SourceError E302 for a file that is mostly holes.
     """
     total = hashlib.sha256()
     for name, path in sorted((os.fsencode(path.relative_to(root)), path) for path in paths):

@@ -97,6 +97,10 @@ class NativeSample:
     argmax_ids: torch.Tensor
     """int64 [R]: the target's most probable token"""
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A view of a map cannot be sent: torch would send its file, which is closed, and pickle the whole shard.
+        return {name: value.clone() if torch.is_tensor(value) else value for name, value in vars(self).items()}
+
     @property
     def positions(self) -> NDArray[np.int64]:
         """Positions of the target rows, ascending: int64 [R]."""

@@ -17,6 +17,7 @@ from niels_gpt.eagle3.format.manifest import is_native
 from niels_gpt.eagle3.format.plan import PLAN_NAME
 from niels_gpt.eagle3.inspect.forms import DenseCache, NativeCache, open_cache
 from niels_gpt.eagle3.inspect.opened import AUX, INDICES, PROBS, VALUES, StoredSample, refuse_malformed
+from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
 from niels_gpt.storage.errors import CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import shortened
@@ -327,8 +328,11 @@ def _norms(row: StoredSample, place: int) -> list[str]:
 
 
 def _text(token: int, tokenizer: Decoder | None) -> str:
-    """Return the text of an id with escapes written out; "-" without a tokenizer."""
-    return repr(tokenizer.decode([token])) if tokenizer else "-"
+    """Return the text of an id with all escapes written out; "-" without a tokenizer. Sentinels have short names."""
+    text = repr(tokenizer.decode([token])) if tokenizer else "-"
+    for name, literal in zip(SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS, strict=True):
+        text = text.replace(literal, f"<|{name}|>")
+    return text
 
 
 def _yes(is_set: bool) -> str:

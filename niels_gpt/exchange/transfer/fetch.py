@@ -359,7 +359,8 @@ def _stage_part(
 
     Returns its version, its meta.json, and the bytes fetched and kept.
     """
-    staged = _key(remote, chosen)
+    # `staged` of meta.json: shards are always the first ones of a split, so their number says which.
+    staged = {"of": remote.content_sha256, **{f"{split}_shards": len(chosen[split]) for split in SPLITS}}
     if (there := _staged_there(dest, staged)) is not None:
         return there[0], there[1], 0, sum(record["bytes"] for records in chosen.values() for record in records)
     identity = {"stage": staged}
@@ -376,11 +377,6 @@ def _stage_part(
         meta = assemble(work, files, _about(remote, len(files), staged), Modes())
         version = versions.commit(work, dest, str(meta["content_sha256"]))
     return version, meta, tally.moved, tally.kept
-
-
-def _key(remote: Described, chosen: Chosen) -> dict[str, Any]:
-    """Return `staged` of meta.json: the content_sha256 of the cache, and the number of shards of each split."""
-    return {"of": remote.content_sha256, **{f"{split}_shards": len(chosen[split]) for split in SPLITS}}
 
 
 def _staged_there(dest: Path, staged: dict[str, Any]) -> tuple[Path, dict[str, Any]] | None:

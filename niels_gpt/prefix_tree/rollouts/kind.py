@@ -279,7 +279,7 @@ class RolloutsKind(Kind):
             ("offset in it", f"{found['offset_tokens']:,} tokens, {'with' if found['has_loss'] else 'without'} loss"),
         ]
         lines = [f"{label + ':':14}{printable(cut(str(value)))}" for label, value in rows]
-        text = _text(sample, min(tokens, len(sample.ids)), names, tokenizer)
+        text = _text(sample, min(tokens, len(sample.ids)), names, tokenizer, around=found["offset_tokens"])
         return "\n".join([*lines, "", _heading(place, sample), text])
 
     def locate_data(
@@ -491,16 +491,21 @@ def _of_ids(tokenizer: FullTokenizer | None, ids: npt.NDArray[Any]) -> FullToken
     return None if tokenizer is None or int(ids.max(initial=0)) >= tokenizer.vocab_size else tokenizer
 
 
-def _text(sample: Sample, num_tokens: int, names: dict[int, str], tokenizer: FullTokenizer | None) -> str:
-    ids: npt.NDArray[Any] = sample.ids[:num_tokens]
+def _text(
+    sample: Sample, num_tokens: int, names: dict[int, str], tokenizer: FullTokenizer | None, around: int = 0
+) -> str:
+    """Return the text of at most `num_tokens` tokens of a sample, those around one; supervised tokens in [[ ]]."""
+    first = max(0, min(around - num_tokens // 2, len(sample.ids) - num_tokens))
+    ids: npt.NDArray[Any] = sample.ids[first : first + num_tokens]
+    mask = sample.loss_mask[first : first + num_tokens]
     tokenizer, parts = _of_ids(tokenizer, ids), []
-    for start, end in runs(sample.loss_mask[:num_tokens]):
+    for start, end in runs(mask):
         piece = ids[start:end]
         text = " ".join(map(str, piece)) if tokenizer is None else decoded_text(piece, names, tokenizer)
         text = shown(cut(text, most_of(end - start)))
-        parts.append(f"[[{text}]]" if sample.loss_mask[start] else text)
-    more = " …" if num_tokens < len(sample.ids) else ""
-    return ("" if tokenizer else " ").join(parts).removeprefix("\n") + more
+        parts.append(f"[[{text}]]" if mask[start] else text)
+    before, after = "… " if first else "", " …" if first + len(ids) < len(sample.ids) else ""
+    return before + ("" if tokenizer else " ").join(parts).removeprefix("\n") + after
 
 
 ROLLOUTS = RolloutsKind()

@@ -6,6 +6,7 @@ import fcntl
 import getpass
 import logging
 import os
+import shlex
 import socket
 import stat
 from collections.abc import Iterator
@@ -86,7 +87,7 @@ def refuse_other_files(status: os.stat_result, path: Path) -> None:
         return
     is_file = stat.S_ISREG(status.st_mode)
     kind = f"a file with {status.st_nlink} names (hard links)" if is_file else "not a regular file"
-    raise CacheError(path, kind, "a lock file with one name", f"Remove it: rm -r {path}", code="E504")
+    raise CacheError(path, kind, "a lock file with one name", f"Remove it: rm -r {shlex.quote(str(path))}", code="E504")
 
 
 def refuse_if_flocked(path: Path, locked: PathLike, state: str = "is in use") -> str:

@@ -44,7 +44,7 @@ from niels_gpt.storage.locks.kernel import (
     refuse_other_files,
     user_name,
 )
-from niels_gpt.storage.meta_json import parse_object, printable, read_regular
+from niels_gpt.storage.meta_json import link_in_the_way, parse_object, printable, read_regular
 
 MARKER, LEASES_DIR = ".locks.json", ".leases"
 FLOCK, LEASE = "flock", "lease"
@@ -87,9 +87,7 @@ def lease_path(path: Path) -> Path:
         raise FileNotFoundError(f"{path}: {MARKER} was removed while a lease was taken")
     folder = marker.with_name(LEASES_DIR)
     if folder.is_symlink():
-        raise CacheError(
-            folder, "a symbolic link", "a folder: nothing is written through links", "Remove it", code="E205"
-        )
+        raise link_in_the_way(folder, "a folder: nothing is written through links")
     name = os.path.relpath(os.path.realpath(path), marker.parent)
     return folder / hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
 
@@ -128,7 +126,8 @@ def apply_lock_setting(root: Path, setting: str) -> None:
         raise UsageError(f"lock (--lock) is {setting!r}, expected one of {', '.join(_SETTINGS)}")
     marker = _marker_above(root)
     if setting == FLOCK and marker is not None:
-        remedy = f"Leave --lock out. To go back to flock, when no build runs in the folder on any machine: rm {marker}"
+        command = f"rm {shlex.quote(str(marker))}"
+        remedy = f"Leave --lock out. To go back to flock, when no build runs in the folder on any machine: {command}"
         raise CacheError(root, f"its locks are leases, by {marker}", FLOCK, remedy, code="E512")
     if setting != LEASE or marker is not None:
         return
@@ -153,7 +152,7 @@ def _refuse_kernel_lock(path: Path, locked: PathLike, state: str = "is in use") 
     named = _HOLDER.fullmatch(holder)  # else it is another program's file, whose locks are not ours to judge
     if named and named[1] != socket.gethostname():
         found = f"{state} by {holder}, or was when that process was killed: flock does not show which"
-        raise CacheError(locked, found, remedy=f"If that process has ended: rm {path}", code="E512")
+        raise CacheError(locked, found, remedy=f"If that process has ended: rm {shlex.quote(str(path))}", code="E512")
 
 
 def _refuse_links(root: Path) -> None:
@@ -254,7 +253,7 @@ def read_lease(path: Path) -> Holder | None:
         except ValueError as error:
             problem = str(error)
         time.sleep(_PAUSE)
-    remedy = f"If no build runs: {shlex.join(['rm', '-r', str(path)])}"
+    remedy = f"If no build runs: rm -r {shlex.quote(str(path))}"
     raise CacheError(path, f"is not a lease: {problem}", remedy=remedy, code="E504")
 
 
