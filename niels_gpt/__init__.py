@@ -34,7 +34,7 @@ What is built, and when:
 
     settings.py            every setting: default, unit, limits, help
     recipes/               source + tokenizer + builder for each cache; is it current; partitions, Dask, gc
-    commands/              the command lines: flags, output, exit codes
+    commands/              the command lines: flags, output, exit codes; Dagster's assets are in pipelines/
     display/               decoded text with its loss, tables, bars, pictures
 
 Under all of it:

@@ -1,7 +1,7 @@
-"""The assets of a deployment: the tokenizer, what is observed of each source, and its cache.
+"""The assets of a deployment: the tokenizer, and for each source an observed asset and its cache.
 
-The built-in caches come from the table of sources (niels_gpt/data/sources.py), so a new row is a new asset. What else
-their pages say is in describe.py.
+The built-in caches come from the table of sources (niels_gpt/data/sources.py): a new row is a new asset. describe.py
+writes the rest of their pages.
 """
 
 import warnings
@@ -95,8 +95,8 @@ def _tokenizer(deployment: Deployment) -> dg.AssetsDefinition:
         retry_policy=NETWORK_RETRIES,
         op_tags=deployment.op_tags,
         required_resource_keys={deployment.resource},
-        description="Tokenizer of all caches: the one that the settings name, else what is there, else one trained on "
-        "the sources.",
+        description="Tokenizer of all caches: the one in the settings, or else the existing one, or else a new one "
+        "trained on the sources.",
     )
     def tokenizer(context: dg.AssetExecutionContext) -> dg.MaterializeResult[None]:
         run = deployment.run(context)

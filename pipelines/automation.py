@@ -1,8 +1,8 @@
 """Jobs, the schedule and the sensors of a deployment. Schedule and sensors are off until somebody switches them on.
 
-    observe  schedule: every hour a run of the job observe, over raw/* and sft/
-    files    sensor: looks at the files of the sources, and observes those that have changed
-    rebuild  sensor: materializes the caches behind a changed source, and behind a changed tokenizer
+    observe  schedule: runs the job observe every hour, over raw/* and sft/
+    files    sensor: observes sources whose files have changed
+    rebuild  sensor: materializes the caches of a changed source or tokenizer
 
 The switches are on the page Automation of the UI, and in `niels_definitions(automation=...)`.
 """
@@ -61,7 +61,7 @@ def automation_of(deployment: Deployment) -> dg.Definitions:
             job(family, (path for path in made if path.startswith(f"{family}/")), f"All {family} caches.")
             for family in ("sft", "pretrain")
         ),
-        job("observe", [SFT_ROOT, *(f"raw/{name}" for name in names)], "Look at the text of every source."),
+        job("observe", [SFT_ROOT, *(f"raw/{name}" for name in names)], "Observe every source: has its text changed?"),
     ]
     every_hour = dg.ScheduleDefinition(
         name=deployment.name("observe"),
@@ -70,7 +70,7 @@ def automation_of(deployment: Deployment) -> dg.Definitions:
         default_status=(
             dg.DefaultScheduleStatus.RUNNING if "observe" in deployment.automation else dg.DefaultScheduleStatus.STOPPED
         ),
-        description="Every hour: the text of every source, by its fingerprint or by the hub's newest revision.",
+        description="Observes every source once an hour: its files' fingerprint, or the hub's newest revision.",
     )
     return dg.Definitions(
         jobs=jobs, schedules=[every_hour], sensors=[_files_sensor(deployment, names), _rebuild_sensor(deployment)]
@@ -80,8 +80,8 @@ def automation_of(deployment: Deployment) -> dg.Definitions:
 def condition_of(deployment: Deployment, path: str) -> dg.AutomationCondition[Any] | None:
     """Return when the sensor `rebuild` materializes an asset: once for each new data version that it depends on.
 
-    Only what was materialized before, and not while it or what it depends on is in progress. None for an asset that
-    depends on nothing, and for what is observed.
+    Only an asset that was materialized before, and not while it or an upstream asset is in progress. Returns None for
+    an asset without upstream assets, and for an observed one.
     """
     if path in (TOKENIZER_KEY, SFT_ROOT) or path.startswith("raw/"):
         return None
@@ -104,17 +104,17 @@ def _status(deployment: Deployment, name: str) -> dg.DefaultSensorStatus:
 
 
 def _rebuild_sensor(deployment: Deployment) -> dg.AutomationConditionSensorDefinition:
-    """Return the sensor that evaluates `condition_of`. Over all of ours, so that Dagster adds none."""
+    """Return the sensor that evaluates `condition_of` for all our assets; otherwise Dagster would add its own."""
     return dg.AutomationConditionSensorDefinition(
         deployment.name("rebuild"),
         target=_select(deployment, every_key(deployment.settings)),
         default_status=_status(deployment, "rebuild"),
-        description="Materializes the caches behind a source or a tokenizer with a new data version, once for each.",
+        description="Materializes the caches of a source or tokenizer once for each new data version.",
     )
 
 
 class _Source(NamedTuple):
-    """What the sensor files knows of a source that has files."""
+    """The knowledge of the sensor `files` about a source that has files."""
 
     digest: str
     """Of its files at the last look."""
@@ -126,7 +126,7 @@ class _Source(NamedTuple):
 
 @dataclass
 class _Cursor:
-    """What the sensor files keeps from tick to tick."""
+    """The state that the sensor `files` keeps from tick to tick."""
 
     requests: int = field(default_factory=lambda: int(time.time()))
     """Of runs; part of their keys. It starts at the time of the first tick, so that no cursor repeats another's."""
@@ -142,8 +142,8 @@ def _files_sensor(deployment: Deployment, names: list[str]) -> dg.SensorDefiniti
         name=deployment.name("files"),
         job_name=deployment.name("observe"),
         default_status=_status(deployment, "files"),
-        description="Looks at names, sizes and times of the files of all sources, without reading them. A source that "
-        "has changed is observed as soon as two looks find the same.",
+        description="Compares names, sizes and times of the sources' files, without reading them. A changed source is "
+        "observed as soon as two ticks in a row find the same files.",
     )
     def files(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         try:

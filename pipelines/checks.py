@@ -1,4 +1,4 @@
-"""Is a finished cache good? The checks of its kind (niels_gpt.kinds) as Dagster's asset checks."""
+"""Dagster's asset checks: the checks of each kind of cache (niels_gpt.kinds)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,14 +16,14 @@ from pipelines.deployment import Deployment
 
 _DIGITS = 6  # of a share
 CAUSED_ELSEWHERE = frozenset({"tokenizer_matches", "positions"})
-"""Checks whose failure the asset's own build does not repair: their problems name what does."""
+"""Checks whose failure a rebuild of the asset does not repair; their problems name the remedy."""
 NOT_THERE = "not_there"
-"""Entry of a failed check that a missing file has ended: no reason to build what is there from scratch."""
-_SHOWN_PROBLEMS = 3  # in the text of a check; all of them are in an entry
+"""Entry of a check that failed for a missing file: no reason to build from scratch."""
+_SHOWN_PROBLEMS = 3  # in the text of a check; an entry has all of them
 
 
 def rules_of(path: str) -> Mapping[str, Check]:
-    """Return the checks of an asset that is built, by name."""
+    """Return the checks of a cache's asset by name."""
     return {check.name: check for check in _kind(path).checks}
 
 
@@ -34,10 +34,9 @@ def _kind(path: str) -> Kind:
 
 
 def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
-    """Return the checks of one asset, as one step: each of them can be run by itself, and none costs a process.
+    """Return the checks of one cache as one step. Each can be run by itself.
 
-    path: of an asset that is built.
-    A blocking check that fails is an error and stops what lies downstream; any other is a warning.
+    A failed blocking check is an error and stops the assets downstream; any other is a warning.
     """
     key, rules = deployment.key(path), rules_of(path)
     specs = [
@@ -64,7 +63,7 @@ def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
 
 
 def _verdicts(settings: Settings, path: str, names: set[str]) -> Mapping[str, Verdict]:
-    """Make the checks `names` of an asset; each has failed where there is no cache, or meta.json cannot be read."""
+    """Run some checks of an asset. All of them fail if there is no cache, or its meta.json cannot be read."""
     cache, outside = cache_root(settings) / path, _kind(path).outside_checks
     limits = Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share)
     try:
@@ -78,7 +77,7 @@ def _verdicts(settings: Settings, path: str, names: set[str]) -> Mapping[str, Ve
 
 
 def _result(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verdict) -> dg.AssetCheckResult:
-    """Return a verdict as Dagster keeps it: a sentence, and what was measured as entries; it plots the numbers."""
+    """Return a verdict for Dagster: a sentence, and the measured values as entries, which it plots."""
     found = verdict.problems
     passed = " ".join(filter(None, [verdict.note or verdict.sentence, *verdict.remarks]))
     metadata: dict[str, Any] = {
@@ -98,7 +97,7 @@ def _result(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verd
 
 
 def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verdict) -> str:
-    """Return the first problems and, where a build from scratch repairs the cache, how to start one."""
+    """Return the first problems and, if a build from scratch repairs the cache, how to start one."""
     problems = verdict.problems
     rest = len(problems) - _SHOWN_PROBLEMS
     said = "; ".join([*problems[:_SHOWN_PROBLEMS], *([f"and {rest} more in all_problems"] if rest > 0 else [])])
@@ -106,6 +105,6 @@ def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verd
         return said
     return (
         f"{said}\n\nTo repair it, materialize `{key.to_user_string()}` again: after a failed check it is built from "
-        f"scratch, once. With `resources: {{{deployment.resource}: {{config: {{force: true}}}}}}` in the run's config "
-        "it always is."
+        f"scratch, once. To build it from scratch at any time, put `resources: {{{deployment.resource}: {{config: "
+        "{force: true}}}` into the run's config."
     )

@@ -1,17 +1,17 @@
-"""Everything that Dagster knows of this project. `dagster dev` and `dagster asset materialize` load `defs`.
+"""All definitions for Dagster. `dagster dev` and `dagster asset materialize` load `defs`.
 
 tokenizer                                          one tokenizer for all caches
 pretrain/{fineweb_edu,wikitext,roam,gutenberg}     token shards
 sft/{dolly15k,oasst1}                              chats with their loss
 trees/oasst1                                       message trees, whose threads fold into one row each
-eagle3/draft_vocab                                 the tokens that a draft knows
+eagle3/draft_vocab                                 the vocabulary of a draft
 eagle3/targets                                     a target model's outputs over chats, to train a draft
-pretrain/NAME, sft/NAME                            the same of your own text and chats: sources.toml
-rollouts/NAME                                      recorded rollouts of your own
+pretrain/NAME, sft/NAME                            your own text and chats: sources.toml
+rollouts/NAME                                      your own recorded rollouts
 export/NAME                                        a cache as files of another tool: sources.toml
 published/NAME                                     a cache in a bucket: sources.toml
-raw/NAME                                           observed: the text that a cache is made of
-sft/                                               observed: what `--select sft/*` starts from
+raw/NAME                                           observed: the source text of a cache
+sft/                                               observed: the root for `--select sft/*`
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -41,17 +41,17 @@ def niels_definitions(
     group_prefix: str = "",
     automation: bool | Collection[str] = False,
 ) -> dg.Definitions:
-    """Return the assets, their checks and their settings as a resource, for `dg.Definitions.merge` in any deployment.
+    """Return assets, checks, jobs and the resource `settings`, for `dg.Definitions.merge` in any deployment.
 
-    Several with different prefixes may be merged into one code location.
+    Results with different prefixes may be merged into one code location.
 
-    key_prefix: put before every asset key, so that sft/oasst1 becomes PREFIX/sft/oasst1; "team/llm" is two parts. Ops,
-        jobs and the resource `settings` have it too, as team__llm__settings.
-    settings: of all runs, unless a run's config says otherwise; by default NIELS_GPT_<FIELD> of the environment. The
-        user-defined sources are those they name now; a new one is found when the definitions are reloaded.
-    owners, tags: of every asset, as Dagster wants them. op_tags: of every step that builds.
-    group_prefix: put before the name of every group.
-    automation: what is switched on from the start; True: all. See `pipelines.automation`.
+    key_prefix: stands before every asset key: sft/oasst1 becomes PREFIX/sft/oasst1; "team/llm" has two parts. Ops, jobs
+        and the resource carry it too, as team__llm__settings.
+    settings: for all runs, unless a run's config overrides them; default: the variables NIELS_GPT_<FIELD>. New
+        user-defined sources appear when the definitions are reloaded.
+    owners, tags: of every asset, in Dagster's form. op_tags: of every step that builds.
+    group_prefix: stands before the name of every group.
+    automation: schedules and sensors that are on from the start; True: all. See `pipelines.automation`.
     """
     deployment = Deployment(
         settings=settings_from_environment() if settings is None else settings,

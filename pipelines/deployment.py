@@ -1,6 +1,6 @@
-"""One deployment: the settings of its caches, the names of what is theirs in Dagster, and what a run asks for.
+"""One deployment: the settings of its caches, and the names of its assets, ops, jobs and resource in Dagster.
 
-Several deployments fit into one code location: every key, op, job and resource of one carries its prefix.
+Several deployments fit into one code location, because all these names carry the deployment's prefix.
 """
 
 import re
@@ -21,22 +21,22 @@ Context = dg.AssetExecutionContext | dg.AssetCheckExecutionContext
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """What `niels_definitions` was given."""
+    """The arguments of `niels_definitions`."""
 
     settings: Settings
-    """Of all runs, unless a run's config says otherwise."""
+    """The settings of runs, unless a run's config overrides them."""
     prefix: tuple[str, ...] = ()
-    """Before the path of every asset key."""
+    """Stands before the path of every asset key."""
     owners: tuple[str, ...] = ()
-    """Of every asset: team:NAME, or an address of e-mail."""
+    """Owners of every asset: team:NAME, or an e-mail address."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    """Of every asset, beside those of its family and licence."""
+    """More tags of every asset, beside family and licence."""
     op_tags: Mapping[str, Any] = field(default_factory=dict)
-    """Of every step that builds, such as dagster-k8s/config."""
+    """Tags of every step that builds, such as dagster-k8s/config."""
     group_prefix: str = ""
-    """Before the name of every group, such as llm/."""
+    """Stands before the name of every group, such as llm/."""
     automation: frozenset[str] = frozenset()
-    """What is switched on from the start: see pipelines/automation.py."""
+    """Schedules and sensors that are on from the start: see pipelines/automation.py."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a prefix that no asset key and no name in Dagster can have."""

@@ -1,6 +1,6 @@
-"""What the page of an asset says before it is ever materialized: text, code that reads it, columns, tags.
+"""The page of an asset before it is materialized: description, code that reads it, columns, tags.
 
-Nothing is read from a cache, and no torch is loaded: every command of Dagster loads the definitions.
+Reads no cache and loads no torch, because every command of Dagster loads the definitions.
 """
 
 import json
@@ -21,18 +21,18 @@ from pipelines.deployment import Deployment
 _KIND = "dagster/kind/"  # before a kind, which is a tag too
 _MAX_TAG = 63  # characters that Dagster takes in the value of a tag
 _OBSERVED = (
-    "An observation takes the fingerprint of its files, or asks the hub for the newest revision of a dataset. Where "
-    "the hub cannot be reached it takes the revision that the cache was built from, and warns. It shows its files, its "
-    "revision and its fingerprint. Another fingerprint than before makes the cache stale."
+    "An observation computes the fingerprint of the files, or asks the hub for the dataset's newest revision. If "
+    "the hub is unreachable, it takes the revision that the cache was built from, and warns. A new fingerprint makes "
+    "the cache stale."
 )
 _ROOT = (
-    "The place above the sft caches. It holds nothing and never changes; it is there so that "
-    "`dagster asset materialize --select sft/*` selects them. An observation shows nothing but its time."
+    "The root of the sft caches. It is empty and never changes. It exists so that "
+    "`dagster asset materialize --select sft/*` selects the sft caches."
 )
 
 
 def described(deployment: Deployment, spec: dg.AssetSpec) -> dg.AssetSpec:
-    """Return the spec with description, owners, kinds, tags and metadata; the deployment's own tags win."""
+    """Return the spec with description, owners, kinds, tags and metadata. The deployment's own tags win."""
     path = deployment.path_of(spec.key)
     family, _, name = path.partition("/")
     source = _source(deployment.settings, path)
@@ -59,7 +59,7 @@ def described(deployment: Deployment, spec: dg.AssetSpec) -> dg.AssetSpec:
 
 
 def _source(settings: Settings, path: str) -> SourceSpec | None:
-    """Return the source that an asset's text is from; None of the tokenizer, which may have several."""
+    """Return the source of an asset's text; None for the tokenizer, which may have several."""
     if path in HOME_OF:
         path = HOME_OF[path].source(settings) or ""
     if path in TREES:
@@ -96,7 +96,7 @@ def _of_cache(settings: Settings, spec: dg.AssetSpec, path: str, page: Page) -> 
 
 def _of_raw(settings: Settings, name: str, source: SourceSpec | None) -> tuple[str, set[str], dict[str, Any]]:
     where, kinds = _text_of(settings, name, source)
-    text = f"The text that {source.key if source else name} is made of: {where}.\n\n{_OBSERVED}"
+    text = f"The source text of {source.key if source else name}: {where}.\n\n{_OBSERVED}"
     return text, kinds, {"dagster/uri": dg.MetadataValue.text(where)}
 
 

@@ -1,4 +1,4 @@
-"""The assets eagle3/draft_vocab and eagle3/targets, whose settings decide what lies upstream of them."""
+"""The assets eagle3/draft_vocab and eagle3/targets. Their settings decide their upstream assets."""
 
 from niels_gpt.recipes.eagle3.request import KEY, SMALL_TARGET, VOCAB_KEY
 from pipelines.deployment import Deployment, HomeAssets
@@ -9,15 +9,15 @@ def assets_of(deployment: Deployment) -> HomeAssets:
     """Return both assets."""
     chosen = deployment.settings
     vocab = (
-        f"The tokens that an EAGLE-3 draft knows: the target's ids that {chosen.eagle3_source} supervises most often, "
-        "counted without the target's weights. eagle3/targets takes them from here; another size builds this again, "
-        "and of a native eagle3/targets the manifest alone."
+        f"Vocabulary of an EAGLE-3 draft: the target's ids that carry loss most often in {chosen.eagle3_source}. The "
+        "target's weights are not needed. eagle3/targets uses it; a new size rebuilds this asset, and of a native "
+        "eagle3/targets only the manifest."
     )
     targets = (
-        f"EAGLE-3 cache of {chosen.eagle3_source} by the target {chosen.eagle3_target or SMALL_TARGET}: for each token "
-        "hidden states of some layers, and the distribution of what comes next (in the native form, the hidden state "
-        "that it follows from), for a draft to be trained without the target. Made from the chats themselves by the "
-        "target's own tokenizer and template; needs the extra eagle3."
+        f"EAGLE-3 cache: outputs of the target {chosen.eagle3_target or SMALL_TARGET} over {chosen.eagle3_source}, to "
+        "train a draft without the target. For each token it has the hidden states of some layers and the distribution "
+        "of the next token; in the native form, the last hidden state instead. The chats are encoded with the target's "
+        "own tokenizer and template. Needs the extra eagle3."
     )
     texts = {VOCAB_KEY: vocab, KEY: targets}
     return HomeAssets([cache_asset(deployment, key, "eagle3", text) for key, text in texts.items()])

@@ -1,6 +1,7 @@
-"""An outcome as a MaterializeResult: a picture, what a person asks first, meta.json key by key, decoded examples.
+"""An outcome as a MaterializeResult: a picture, the main facts, meta.json key by key, decoded examples.
 
-Dagster's page shows the entries in their order, but plots every number, by name: so what is no result is text.
+Dagster's page shows the entries in order and plots every number. So numbers that are no results, such as settings, are
+text.
 """
 
 import base64
@@ -58,7 +59,7 @@ _RESULTS = frozenset(
 
 
 def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
-    """Return what Dagster records of an outcome; its data version is the content, so equal bytes make nothing stale."""
+    """Return the materialization of an outcome. Its data version is the content: equal bytes make nothing stale."""
     kind = kind_named(outcome.meta["kind"])
     assert kind is not None, outcome.meta["kind"]
     cache = Cache(outcome.path, outcome.path.resolve(), outcome.meta, kind)
@@ -107,9 +108,9 @@ def data_version(path: Path, meta: Mapping[str, Any]) -> str:
 def observation_metadata(
     settings: Settings, name: str, provenance: Mapping[str, Any], warning: str | None
 ) -> dict[str, Any]:
-    """Return what the page of raw/NAME shows of an observation: what a person asks first, then the provenance.
+    """Return the entries of an observation for the page of raw/NAME: the main facts, then the provenance.
 
-    name: of the source, or the key of its cache or observable. provenance: the source's part of a meta.json.
+    name: a source, or the key of its cache or observed asset. provenance: the source's part of a meta.json.
     """
     found: dict[str, Any] = {"warning": warning or "none"}
     with suppress(OSError, ValueError):  # a file that has just gone
@@ -176,9 +177,9 @@ def _sums(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _in_words(outcome: Outcome, held: Held, share: float | None) -> Metadata:
-    """Return what a person wants to know, in a few words each. A name with a space is no key of meta.json.
+    """Return the main facts in a few words each. Their names have spaces; the keys of meta.json have none.
 
-    share: of the tokens with loss, 0 to 1; None where every token has it, or there is none.
+    share: share of the tokens with loss, 0 to 1; None if all tokens have loss, or there are no tokens.
     """
     meta, found = outcome.meta, dict[str, str]()
     found["holds"] = _held_in_words(meta, held)
@@ -202,7 +203,7 @@ def _in_words(outcome: Outcome, held: Held, share: float | None) -> Metadata:
 
 def _held_in_words(meta: Mapping[str, Any], held: Held) -> str:
     if meta.get("built") is False:
-        return "nothing: a stub, for its source was not asked for"
+        return "nothing: a stub; the settings leave its source out"
     parts = [f"{sum(counts.values()):,} {thing}s" for thing, counts in held.counts.items()]
     for thing, counts in [*held.counts.items()][:1]:
         if "" not in counts:
@@ -225,7 +226,7 @@ def _partition_table(outcome: Outcome) -> Metadata:
 
 
 def _of_the_run(outcome: Outcome, share: float | None) -> Metadata:
-    """Return what differs between two builds of the same bytes, or is derived; meta.json has none of it (D10)."""
+    """Return facts of this run and derived numbers; meta.json has none of them (D10)."""
     meta, value = outcome.meta, dg.MetadataValue
     found: Metadata = {
         "run/state": value.text("reused: nothing it depends on has changed" if outcome.reused else "built"),

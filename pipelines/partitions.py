@@ -1,8 +1,8 @@
-"""A cache that is built in partitions, as a graph of steps that the deployment's executor spreads and retries.
+"""A cache that is built in partitions: a graph of steps, which the deployment's executor distributes and retries.
 
     plan_partitions -> build_partition[p00000], [p00001], ... -> seal_cache
 
-The steps pass nothing to each other but their order: what they share is the cache folder. So no I/O manager is used.
+The steps share the cache folder and pass no values to each other. So no I/O manager is used.
 """
 
 import warnings
@@ -39,11 +39,11 @@ from pipelines.steps import (
 from pipelines.versions import is_graph, newer_observation, upstream_of
 
 PARTITION_POOL = "niels_gpt/partition"
-"""Of the steps that build partitions. It has no limit where the deployment gives it none: partitions run at once."""
+"""Pool of the steps that build partitions. Without a limit in the deployment, all partitions run at once."""
 
 
 def in_partitions(deployment: Deployment, made: Iterable[dg.AssetsDefinition]) -> list[dg.AssetsDefinition]:
-    """Return the assets, those that are built in partitions as graphs with the specs of the plain ones."""
+    """Return the assets; those that are built in partitions become graphs with the same specs."""
     plans: dict[frozenset[str], dg.OpDefinition] = {}
     steps = [make(deployment) for make in (_build_partition, _seal_cache)]
     return [
@@ -91,9 +91,9 @@ def is_in_partitions(settings: Settings, path: str) -> bool:
 
 @contextmanager
 def _in_a_new_run(path: str) -> Iterator[None]:
-    """Say in a step's error what helps where the plan of its run no longer fits the text and the settings.
+    """Add the remedy to a step's error if the plan of its run no longer fits the text or the settings.
 
-    A re-execution repeats no step that has succeeded, so it cannot build a whole plan.
+    A re-execution repeats no successful step, so it cannot make a new plan.
     """
     try:
         yield
@@ -172,7 +172,7 @@ def _build_partition(deployment: Deployment) -> dg.OpDefinition:
 
 
 def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
-    """Return the step that makes one cache of all partitions, and the whole one where a run asks for no partitions."""
+    """Return the step that joins all partitions into one cache; without partitions, it builds the whole cache."""
 
     @dg.op(
         name=deployment.name("seal_cache"),

@@ -1,4 +1,4 @@
-"""The settings of a run: a resource whose fields are niels_gpt.settings, and the environment of a deployment."""
+"""The settings of a run: a Dagster resource with the fields of niels_gpt.settings, and environment variables."""
 
 import os
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ ENVIRONMENT_PREFIX = "NIELS_GPT_"
 # Where the tests find real text, real tokenizers and other tools.
 _NOT_SETTINGS = {"NIELS_GPT_TEST_DATA", "NIELS_GPT_TEST_MODELS", "NIELS_GPT_PEERS"}
 _OF_DEPLOYMENT = "cache_dir"
-"""No field of a run: two folders cannot be the same asset."""
+"""Not a field of a run: one asset cannot be in two folders."""
 _HELP = {field.name: field.metadata["help"] for field in fields(Settings)}
 _TYPES: dict[str, Any] = get_type_hints(Settings)
 NAMES = ("force", "wait", *(name for name in _HELP if name != _OF_DEPLOYMENT))
@@ -24,33 +24,33 @@ NAMES = ("force", "wait", *(name for name in _HELP if name != _OF_DEPLOYMENT))
 
 @dataclass(frozen=True)
 class Run:
-    """What a run asks for."""
+    """The settings of one run."""
 
     settings: Settings
     force: bool = False
-    """Build from scratch, whatever there is."""
+    """Build from scratch, even if the cache is up to date."""
     wait: bool = True
-    """Wait for another process that builds the same cache; else the step fails."""
+    """Wait for another process that builds the same cache; otherwise the step fails."""
 
 
 def settings_resource(settings: Settings) -> dg.ResourceDefinition:
-    """Return the resource whose value is what a run's config names; what it does not name is as in `settings`.
+    """Return the resource for a run's config. Fields that a run does not name have the values in `settings`.
 
-    No setting has a default in the form, so that the Launchpad opens with the two fields that are of a run alone.
+    No setting has a default in the form: the Launchpad opens with `force` and `wait` only.
     """
     form: dict[str, Any] = {
-        "force": dg.Field(bool, default_value=False, description="build from scratch, whatever there is"),
+        "force": dg.Field(bool, default_value=False, description="build from scratch, even if the cache is up to date"),
         "wait": dg.Field(
-            bool, default_value=True, description="wait where another process builds the same cache; off: fail"
+            bool, default_value=True, description="wait for another process that builds the same cache; off: fail"
         ),
     }
     for name in NAMES[len(form) :]:
         text = f"{_HELP[name]}. This deployment: {getattr(settings, name)!r}"
         form[name] = dg.Field(_config_type(_TYPES[name]), is_required=False, description=text)
     for old, new in RENAMED.items():  # Dagster refuses an unknown field before any of our code runs
-        form[old] = dg.Field(dg.Noneable(dg.Any), is_required=False, description=f"of earlier versions: now {new}")
+        form[old] = dg.Field(dg.Noneable(dg.Any), is_required=False, description=f"earlier name of {new}")
 
-    @dg.resource(config_schema=form, description="All settings of all caches, and what a run alone may ask for.")
+    @dg.resource(config_schema=form, description="Settings of all caches, and `force` and `wait` for this run.")
     def given(context: dg.InitResourceContext) -> dict[str, Any]:
         return dict(context.resource_config)
 
@@ -59,7 +59,7 @@ def settings_resource(settings: Settings) -> dg.ResourceDefinition:
 
 
 def _config_type(kind: Any) -> Any:
-    """Return Dagster's type of a setting's: `str | None` is Noneable(str)."""
+    """Return Dagster's type for a setting's type: `str | None` is Noneable(str)."""
     if isinstance(kind, UnionType):
         (inner,) = set(get_args(kind)) - {type(None)}
         return dg.Noneable(inner)
@@ -67,9 +67,9 @@ def _config_type(kind: Any) -> Any:
 
 
 def as_run(settings: Settings, given: Mapping[str, Any], resource: str) -> Run:
-    """Return what a run's config asks for. settings: the deployment's; resource: its name in the run's config.
+    """Return the settings of a run. settings: the deployment's. resource: its name in the run's config.
 
-    Raises: dagster.Failure for a setting of an earlier version, or a value that is out of bounds.
+    Raises: dagster.Failure for a setting's earlier name, or a value out of bounds.
     """
     for old, new in RENAMED.items():
         if old in given:
@@ -82,10 +82,10 @@ def as_run(settings: Settings, given: Mapping[str, Any], resource: str) -> Run:
 
 
 def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Return the settings of a deployment: NIELS_GPT_<FIELD> where it is set, else the defaults.
+    """Return the settings of a deployment: the variables NIELS_GPT_<FIELD>, and defaults for the others.
 
-    Here source_root is `sample` by default, so that a fresh checkout works offline (D21). An empty text is no text.
-    Raises: ValueError for a variable that names no setting, or whose text is no value for it.
+    Here source_root is `sample` by default, so that a fresh checkout works offline (D21). Empty variables are ignored.
+    Raises: ValueError for a variable that names no setting, or has an invalid value.
     """
     given = {
         name.removeprefix(ENVIRONMENT_PREFIX).lower(): text

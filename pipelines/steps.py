@@ -1,5 +1,4 @@
-"""What the steps of the assets share: which revision they build, whether from scratch, whose turn it is, what they log
-and report, errors."""
+"""Run the steps of all assets: revision to build, builds from scratch, turns, logs, errors, materializations."""
 
 import logging
 import time
@@ -97,14 +96,14 @@ def cache_asset(deployment: Deployment, path: str, group: str, description: str)
 
 
 def report_made_too(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str) -> None:
-    """Log materializations of upstream caches that the build of one makes where they are not there."""
+    """Log materializations of missing upstream caches that the build of a cache has made."""
     recipes = every_recipe(settings)
     for made_too in filter(recipes.__contains__, upstream_of(settings, path)):  # a draft vocabulary
         report_found(context, deployment, settings, recipes[made_too](settings))
 
 
 def start_over(context: dg.AssetExecutionContext, deployment: Deployment, run: Run, path: str) -> None:
-    """Make the build of a cache start from scratch where the run, or a failed check, asks for that."""
+    """Make the build of a cache start from scratch if the run or a failed check asks for it."""
     why = why_from_scratch(context, deployment, run, path)
     if why:
         waited_for(run, path, lambda: restart(run.settings, path))

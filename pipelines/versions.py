@@ -1,8 +1,9 @@
-"""Which versions Dagster compares: of an asset's code, and of what it was made from.
+"""The versions that Dagster compares: code versions of assets, and data versions of their inputs.
 
-An asset's code version is a hash of what decides whether a run builds it, as far as that is known without reading a
-source. It is for Dagster alone: the recipe's fingerprint decides what is built. A materialization has the version of
-its run's settings, so that a cache built with others than the deployment's is shown as stale.
+An asset's code version is a hash of the settings and facts that decide whether a run builds it, if they are known
+without reading a source. Only Dagster uses it; the recipe's fingerprint decides about builds. A materialization has the
+code version of its run's settings, so that Dagster shows a cache as stale that was built with other settings than the
+deployment's.
 """
 
 import os

@@ -5,8 +5,8 @@
     chats.py               which values a chat may hold, which turns carry loss, what a rendered text leaves out
     template_tokenizer.py  chats -> ids and mask by a template; which tokens a span of characters supervises
     template.py            which characters of a chat carry loss, for a template with marks and for one without
-    rendering.py           renders templates in a process of their own, with limits
-    worker.py              that process: jinja's sandbox, a script without imports of this project
+    rendering.py           sends templates and chats to a process of their own, and ends it at a limit
+    worker.py              that process: jinja's sandbox, its limits of memory and CPU time; imports nothing of ours
     rows.py                chats, or given ids, -> rows: truncates, drops, counts; prints rows
 
 The project's own chats: niels_gpt/chat_template.py makes their ids, niels_gpt/cache/formats.py their loss mask.

@@ -209,9 +209,8 @@ def open_files(
         new file does not change the names of the others.
     Raises: SourceNotFound E301 if nothing matches, or nothing that can be read.
 
-    >>> files = open_files("notes/**/*.md")
-    >>> for sample in files.texts(source="notes"):
-    ...     print(sample.meta["path"], len(sample.text))
+        for sample in open_files("notes/**/*.md").texts(source="notes"):
+            print(sample.meta["path"], len(sample.text))
     """
     suffixes = CHAT_SUFFIXES if rows_only else (*TEXT_SUFFIXES, *as_text)
     start, rest = Path.cwd() if base is None else base, os.path.expanduser(pattern)

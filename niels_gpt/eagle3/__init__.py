@@ -19,16 +19,16 @@ workers.py       runs the target in this process or in several, and hands out th
 forward.py       runs one batch through the target and makes the stored fields of each form
 totals.py        counts a cache and writes its meta.json
 disk.py          estimates the size of a cache and checks that it fits on the disk
-produce/         the former place of make_target_cache
 models.py        loads target models, by folder or hub id; writes the small model of the sample
 replies.py       generates the target's own replies to chats
 format/          the files of a cache: their content, writers and readers, and the plan
 inspect/         checks a finished cache, compares it with its target, prints it
 derive.py        makes another cache of a native one, without the target: another draft vocabulary, or version 1 or 2
 exchange/        imports the folders of other tools as native caches, and exports native caches
+produce/         the earlier place of make_target_cache, for one release
 
 Two forms: dense (versions 1 and 2, NeMo Automodel's offline cache: padded rows with distributions) and native (this
-project's: ragged rows with hidden states, a tenth of the bytes). A part is a partition of a build; a chunk is a piece
+project's: ragged rows with hidden states, a third of the bytes). A part is a partition of a build; a chunk is a piece
 of a tensor.
 
 cache.py and format/ need torch and safetensors; the rest also needs transformers (the extra eagle3). niels_gpt/chat

@@ -20,7 +20,7 @@ loses the tail: for an 8B target, 64 of 32,000 keep about 0.92 of the mass.
     target_probs_values, target_probs_indices [n, S, k], same dtype as the states, and int32 draft ids; largest first
 
 Names and formats of versions 1 and 2 are NeMo Automodel's: either project reads the other's caches. docs/formats.md
-describes every file. The native form of this project takes a tenth of the bytes: it stores the target's last hidden
+describes every file. The native form of this project takes a third of the bytes: it stores the target's last hidden
 states instead of distributions, without padding. This module reads it with the same six keys.
 """
 

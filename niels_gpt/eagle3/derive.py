@@ -3,10 +3,10 @@
 Another vocabulary changes only manifest.json and meta.json of a native cache. The new cache has its own copies of these
 two, and hard links to every other file; its bytes equal a cache that precompute writes for that vocabulary.
 
-Version 1 or 2 is for tools that read nothing else, and takes ten times the bytes. The target's head computes
-distributions where loss_mask is 1, where a draft is trained. A sample's other slots get a uniform distribution, as
-version 1 has after a last token, and the hidden states after the last slot with loss are zeros: a native cache stores
-neither, and no loss depends on them.
+Version 1 or 2 is for tools that read nothing else, and takes three times the bytes, ten times with padding. The
+target's head computes distributions where loss_mask is 1, where a draft is trained. A sample's other slots get a
+uniform distribution, as version 1 has after a last token, and the hidden states after the last slot with loss are
+zeros: a native cache stores neither, and no loss depends on them.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Redrafted(NamedTuple):
     selected_token_ids: list[int]
     counts: Counts
     linked_bytes: int
-    """Of files shared with the old cache."""
+    """Bytes of files shared with the old cache by hard links."""
     copied_bytes: int
-    """Of files that were copied."""
+    """Bytes of copied files."""
 
 
 def redraft(

@@ -44,31 +44,30 @@ class Estimate:
 
     samples: int
     tokens: int
-    """Without padding."""
+    """Padding not counted."""
     supervised_share: float
     max_length: int
     """Tokens of the longest sample."""
     shards: int
     shards_done: int
-    """Finished by an earlier run."""
+    """Shards that an earlier run finished."""
     shards_left: int
-    """Made by this run."""
+    """Shards that this run builds."""
     batches: int
     apparent_bytes: int
-    """Size of all files of the finished cache, holes included."""
+    """Bytes of all files of the finished cache, holes included."""
     to_write_bytes: int
-    """Upper bound on bytes to write, excluding finished files and, on a file system that has them, holes; 0 for a
-    finished cache."""
+    """Most bytes to write, without finished files and, if the file system has them, holes; 0 for a finished cache."""
     free_bytes: int
-    """Free on the folder's file system for this user, plus what removing a killed run's temporary files frees."""
+    """Bytes free for this user, plus the temporary files of a killed run, which will be removed."""
     has_holes: bool
     """Whether padding takes no disk space there."""
     bytes_per_token: float
-    """Apparent size of the shards by real tokens."""
+    """Bytes of the shards, holes included, divided by the tokens without padding."""
     token_bytes: dict[str, float]
-    """Bytes of each tensor by token, as `TargetPlan.token_bytes`."""
+    """Bytes of each tensor by token: `TargetPlan.token_bytes`."""
     format_version: int | str
-    """Of the manifest."""
+    """The manifest's format_version."""
 
     @property
     def fits(self) -> bool:

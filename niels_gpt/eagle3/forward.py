@@ -50,9 +50,9 @@ class Forward(ABC):
     """Runs planned batches of one form through a target and writes them to a shard."""
 
     sums: tuple[str, ...]
-    """What is added up over a shard, of the facts of its batches."""
+    """Names of batch facts that are summed over a shard."""
     counts: tuple[str, ...]
-    """Those of `sums` that are whole numbers."""
+    """Names in `sums` that are integers."""
 
     def __init__(self, plan: TargetPlan, samples: Samples, model: Any, device: torch.device | str = "cpu") -> None:
         """model: the plan's target, on `device`, in the plan's compute dtype."""

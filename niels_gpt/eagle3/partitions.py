@@ -31,7 +31,7 @@ from niels_gpt.storage.meta_json import parse_object, read_regular, shortened
 from niels_gpt.storage.versions import PROBE
 
 Part = tuple[int, int]
-"""(i, N), i from 1: partition i - 1 of N, which has the shards whose index divided by N leaves i - 1."""
+"""(i, N), i from 1: partition i - 1 of N, with the shards whose index modulo N is i - 1."""
 PARTS_NAME = ".parts"
 _SETTINGS, _WEIGHTS_LOCK = "settings.json", "weights.lock"
 _WEIGHTS_STATE = "the target's weights are being written"

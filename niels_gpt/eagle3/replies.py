@@ -63,7 +63,7 @@ NO_PROMPT, CALLS_TOOLS, OVER_CONTEXT, EMPTY_REPLY = "no_prompt", "calls_tools", 
 no words. Beside these: the reasons of the tokenizer's RefusedChat, SPECIAL_TEXT for a special token in it, and, of the
 form "messages", NOT_STABLE: behind a reply the template writes the earlier turns otherwise."""
 CUT: Final = {LENGTH: "cut_at_max_new_tokens", CONTEXT: "cut_at_context"}
-"""Counters of replies that are cut, by why."""
+"""Counter of cut replies, by reason."""
 _ANY_REPLY = {"role": "assistant", "content": "Yes."}
 _ASKING = frozenset({"user", "tool", "function", "ipython", "observation"})
 
@@ -80,11 +80,11 @@ class Sampling:
     """How the tokens of a reply are chosen, and how many."""
 
     max_new_tokens: int = 1024
-    """The token that ends the turn included."""
+    """Most tokens of a reply, including the token that ends the turn."""
     temperature: float = 0.0
     """Divides the logits; 0: the most probable token."""
     top_p: float = 1.0
-    """Sample from the fewest most probable tokens whose probabilities reach this sum."""
+    """Sample from the most probable tokens, as few as reach this total probability."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Prompt(NamedTuple):
     """Token ids for the target to reply to."""
 
     name: str
-    """With the seed, it decides the numbers that a reply is sampled by."""
+    """Decides, with the seed, the random numbers of the reply."""
     ids: list[int]
 
 
@@ -127,9 +127,9 @@ class Speaker:
     """Tokens that end a turn."""
     pad_id: int
     vocab_size: int
-    """Of the tokenizer: rows of the model beyond it have no text, and are never chosen."""
+    """Size of the tokenizer: rows of the model beyond it have no text and are never chosen."""
     max_positions: int | None = None
-    """Tokens of prompt and reply, at most; None: no limit."""
+    """Most tokens of prompt and reply; None: no limit."""
 
     def replies(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Reply]:
         """Return the reply to each prompt. A prompt without room for a token gets an empty reply that ends by CONTEXT.
@@ -242,13 +242,13 @@ class Answered:
 
     chat: Chat
     spots: list[int]
-    """Numbers of the messages that are replies of the target, from 0."""
+    """Indices of the messages that the target writes."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     """Up to the last reply."""
     replies: list[dict[str, Any]] = field(default_factory=list)
-    """Of each reply: message, its number; tokens; finish."""
+    """One record a reply: message (its number), tokens, finish."""
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """Of the form "ids"."""
+    """Rows of the form "ids"."""
     ended_by: str | None = None
     """Why the chat ends before its last spot, or with a cut reply."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -406,9 +406,9 @@ class ReplyFile:
         sha256 = hashlib.sha256(canonical_json(self._settings)).hexdigest()
         self._head = json.dumps({"settings_sha256": sha256}).encode() + b"\n"
         self.counts: Counter[str] = Counter()
-        """Of all chats that are done."""
+        """Counts over all finished chats."""
         self.done: set[int] = set()
-        """Numbers of the chats that are done."""
+        """Numbers of the finished chats."""
         self._places: dict[int, int] = {}  # number of a chat -> where its line starts
         self._part: OutputFile | None = None
 

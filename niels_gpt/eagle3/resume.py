@@ -55,7 +55,7 @@ _LEFTOVER = re.compile(
     r"|target_(embeddings|weights)\.safetensors|samples\.safetensors|ids\.txt|batches\.jsonl)\.[0-9a-f]{8}\.tmp"
 )
 _OF_LOCKS = re.compile(rf"{re.escape(MARKER)}|{re.escape(LEASES_DIR)}|{PROBE.pattern}")
-"""How a folder is locked, and what another machine tries there at this moment."""
+"""Files of locking: how a folder is locked, and another machine's probes."""
 _FRESH = "Name a fresh folder, or remove this one"
 _ORIGINAL = "Run it with the original settings"
 _RESUMED = "--resume was requested, but "
@@ -72,7 +72,7 @@ _FILES = {
     "source.fingerprint": "the input {source} ({field})",
     "manifest.selected_token_ids_sha256": "the draft vocabulary, of --draft-vocab-from or counted ({field})",
 }
-"""What fields that are sums are of."""
+"""Fields that are checksums -> their files, for messages."""
 _FOLLOWS = ("dropped.", "altered.", "samples.", "batches.sha256", "manifest.selected_token_ids", "manifest.num_samples")
 """Fields that follow from the settings and the files."""
 

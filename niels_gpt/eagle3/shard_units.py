@@ -22,7 +22,7 @@ class PlannedFolder(NamedTuple):
     """A cache's plan, and the folder in which its shards are built."""
 
     path: Path
-    """What errors name: the public path of the cache."""
+    """Public path of the cache, for errors."""
     folder: Path
     plan: TargetPlan
 

@@ -150,9 +150,8 @@ class Eagle3Stream(Stream[Eagle3Batch]):
     Sample k is `dataset[permute(k % n)]` of epoch `k // n`. A global batch may hold the end of one epoch and the start
     of the next. Ranks, DataLoader workers and states work as in an EpochStream; see `Stream` and docs/reading.md.
 
-    >>> dataset = CachedEagle3Dataset("cache/eagle3/targets")  # doctest: +SKIP
-    >>> for batch in Eagle3Stream(dataset, global_batch_size=8, seed=0, epochs=1):  # doctest: +SKIP
-    ...     loss = model(**batch)
+        for batch in Eagle3Stream(CachedEagle3Dataset("cache/eagle3/targets"), global_batch_size=8, seed=0, epochs=1):
+            loss = model(**batch)
     """
 
     def __init__(

@@ -48,11 +48,11 @@ logger = logging.getLogger(__name__)
 Load = Callable[[torch.device], Any]
 """Returns the target on a device, as `functools.partial(load_target, ...)` does; pickled for worker processes."""
 Found = tuple[dict[str, Any], str] | None
-"""What a native manifest states of the target's head: `head`, and last_hidden; None for the other forms."""
+"""The head as a native manifest states it: `head`, and last_hidden; None for dense forms."""
 Written = Callable[[int, int], None]
-"""Called with the tokens and bytes that were written since the last call."""
+"""Called with the tokens and bytes written since the last call."""
 Check = Callable[[], object]
-"""Raises CacheError where this run has lost its lease, so that another one may be making the same shards."""
+"""Raises CacheError if this run has lost its lease, as another one may be building the same shards."""
 _AHEAD = 2  # batches given to the writer: one that is being written, and one that waits
 _PATIENCE_S = 10.0
 _TRIED_TOKENS = 8
@@ -65,7 +65,7 @@ class Job(NamedTuple):
     plan: TargetPlan
     """A native one has the target's head."""
     weights: bool
-    """Whether the target's embeddings are to be written, and in the native form its head."""
+    """Whether to write the target's embeddings (native: also its head)."""
 
 
 class Workers:

@@ -20,12 +20,15 @@ unit_plans.py        finds the plan of units for some settings without reading t
 units.py             fixes the plan of units, builds one or all, seals; build_token_cache
 dask.py              build_on_dask: gives units to workers of a Dask cluster, and survives their deaths
 shared.py            checks what machines must share: program versions, and a reliable file system
-run_recipe.py        the earlier names of records.py and request.py, for one release
-token_caches.py      the earlier name of build_token_cache in units.py, for one release
-partitions/          the earlier names of units.py, for one release
 rollouts.py          the families rollouts and trees: builds recorded rollouts and message trees
 eagle3/              builds eagle3/targets from chats and a target model
 exchange/            imports and exports caches
+
+Earlier names, for one release:
+
+run_recipe.py        of records.py and request.py
+token_caches.py      of build_token_cache, in units.py
+partitions/          of units.py
 
 The settings that decide a cache's bytes are `SourceSpec.settings` of its row (niels_gpt/data/spec.py). With the
 tokenizer's sha256, the source's fingerprint and the format version they make the recipe's fingerprint. A cache is

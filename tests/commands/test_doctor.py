@@ -68,3 +68,12 @@ def test_each_cache_that_needs_care_is_named_with_a_command(root, examine):
     assert code == 3 and cares.keys() == {(str(chats), True), (str(pages), False)}
     assert cares[str(chats), True]["command"] == f"niels-gpt verify {chats}"
     assert "--restart" in cares[str(pages), False]["command"]
+
+
+def test_unsealed_partitions_that_gc_keeps_are_not_for_gc(tmp_path, monkeypatch, tiny_model_path, examine):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--source-root", "sample", "--cache-dir", "c", "--tokenizer", str(tiny_model_path)]
+    assert niels_gpt("build", "wikitext", *flags, "--partitions", "2", "--partition", "0").status == 0
+    code, found = examine("c")
+    (care,) = found["care"]
+    assert code == 0 and "not sealed" in care["problem"] and care["command"] == ""

@@ -590,7 +590,7 @@ ROOT_COMMANDS = [
         help="Store a large model's outputs to train EAGLE-3 drafts; check and convert such caches.",
     )
 ]
-"""What niels-gpt has of this package."""
+"""Commands that niels-gpt takes from this package."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

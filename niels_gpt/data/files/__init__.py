@@ -7,6 +7,6 @@ text.py           text of a file: encoding, size limit, compression, and the cou
 part.py           which files and rows of a source a partition has
 rollouts.py       token ids of a row of recorded rollouts: its forms and limits
 json_stream.py    items of a JSON array of any length, in bounded memory
-parquet.py        rows of a parquet file, in bounded memory
+parquet.py        rows of a parquet file, in bounded memory; refuses pages and values that are too large
 snapshot.py       rows of a hub dataset as files of a mirror: how a snapshot is written, resumed and checked
 """

@@ -40,7 +40,7 @@ class ForeignFiles(Protocol):
     names: list[str]
     """A name for each sample, for messages."""
     usual_last: str
-    """What the tool documents its last hidden states to be: one of LAST_HIDDEN."""
+    """Side of the final norm of the last hidden states, as the tool documents it: one of LAST_HIDDEN."""
 
     def read(self, index: int) -> ForeignSample:
         """Return a sample. Raises: BadSample."""

@@ -61,7 +61,7 @@ class Target:
     """The loaded target that the states come from."""
 
     name: str
-    """For the manifest."""
+    """Its name in the manifest."""
     head: TargetHead
     """Its final norm and lm_head: TargetHead.of_model."""
     hidden_size: int
@@ -78,18 +78,18 @@ class Imported:
 
     convention: Convention
     loss_mask: str
-    """raw or shifted: how the tool's mask was taken."""
+    """raw or shifted: the reading of the tool's mask."""
     mask_checked: bool
-    """Whether the drawn samples had replies enough to show a mask of the next token; False where it was stated."""
+    """Whether the drawn samples had enough replies to show a mask of the next token; False for a stated mask."""
     samples: int
     tokens: int
     target_rows: int
     dropped: dict[str, int]
     """Samples that were left out, by reason."""
     first_dropped: tuple[str, ...]
-    """Some of their names, with what was found."""
+    """Some of their names, with the faults."""
     notes: tuple[str, ...]
-    """What is not as the tool usually has it, and what was changed on the way."""
+    """Deviations from the tool's usual form, and conversions."""
 
 
 def import_cache(
@@ -377,11 +377,11 @@ class Exported:
     without_last: int
     """Tokens whose last hidden state is zeros."""
     num_bytes: int
-    """Of the files with states."""
+    """Bytes of the files with states."""
     last_hidden: str
-    """pre_norm or post_norm: what the last hidden states are in the folder."""
+    """pre_norm or post_norm: side of the last hidden states in the folder."""
     notes: tuple[str, ...]
-    """What was changed on the way."""
+    """Conversions on the way."""
 
 
 def export_cache(

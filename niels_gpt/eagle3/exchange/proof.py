@@ -23,15 +23,15 @@ from niels_gpt.eagle3.exchange.foreign import LAST_HIDDEN, ForeignSample
 from niels_gpt.storage.errors import CacheError
 
 FITS, FITS_FP8 = 0.05, 0.1
-"""A layer is a block's output if the median distance of its tokens is at most this. Arithmetic in bf16 moves a state by
+"""A layer is a block's output if the median distance of its tokens is at most this. bf16 arithmetic moves a state by
 some hundredths, float8 by about as much again; the next block is several tenths away."""
 FAR, FAR_SHARE = 0.2, 0.02
-"""And if at most this share of the tokens is further away than FAR."""
+"""And if at most FAR_SHARE of the tokens are further away than FAR."""
 APART = 2.0
-"""The next best block must be this many times as far: else it is not known which of the two it is."""
+"""The next best block must be this many times as far; otherwise the layer is ambiguous."""
 PROOF_TOKENS = 512
-"""Tokens of a sample that the target is run over: the first ones, as no later token changes their states. More only
-where no drawn sample has stored states among these: then up to the first that it has."""
+"""First tokens of a sample that the target runs over; later tokens do not change their states. More only if no drawn
+sample has stored states among them: then up to its first stored state."""
 _NEAR_ZERO = 1e-6
 _REPLIES, _SAME, _MANY = 8, 0.9, 0.5  # of the rule about shifted masks
 
@@ -45,15 +45,15 @@ class Convention:
     """The meaning of a tool's states."""
 
     aux_layer_ids: tuple[int, ...]
-    """The blocks, counted from 0, whose outputs the auxiliary states are."""
+    """The captured blocks, counted from 0."""
     last_hidden: str
     """One of LAST_HIDDEN."""
     samples: int = 0
-    """Samples that were compared; 0: nothing was, the convention was stated."""
+    """Number of compared samples; 0: the convention was stated, not compared."""
     tokens: int = 0
-    """Tokens that were compared."""
+    """Number of compared tokens."""
     distances: tuple[float, ...] = ()
-    """The median distance of each auxiliary layer, and of the last hidden states."""
+    """Median distance of each auxiliary layer, and of the last hidden states."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields for manifest.json."""

@@ -37,7 +37,7 @@ from niels_gpt.storage.meta_json import printable, shortened
 # --- SpecForge --------------------------------------------------------------------------------------------------------
 
 NUM_LAYERS = 3
-"""What SpecForge's EAGLE-3 takes."""
+"""Auxiliary layers of SpecForge's EAGLE-3."""
 _KEYS = ("input_ids", "loss_mask", "hidden_state", "aux_hidden_state")
 _SUFFIXES = (".ckpt", ".ckpt.gz")
 _FILES_OF_A_FOLDER = 2000
@@ -320,6 +320,6 @@ FILES: dict[str, type[SpecForgeFiles] | type[SpeculatorsFiles]] = {
     "specforge": SpecForgeFiles,
     "speculators": SpeculatorsFiles,
 }
-"""The tools whose files are read."""
+"""Tool -> reader of its folders."""
 WRITERS: dict[str, Callable[[Path, int], Any]] = {"specforge": SpecForgeWriter, "speculators": SpeculatorsWriter}
-"""The tools whose files are written."""
+"""Tool -> writer of its folders."""

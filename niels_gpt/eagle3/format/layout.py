@@ -23,13 +23,13 @@ from niels_gpt.storage.meta_json import checked_count, parse_object, shortened
 
 PathLike = str | os.PathLike[str]
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Name of a tensor -> its dtype and the shape of one row, whose first dimension is the slots."""
+"""Tensor name -> dtype and shape of one row; the first dimension is the slots."""
 Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Name of a tensor -> its dtype and its whole shape."""
+"""Tensor name -> dtype and whole shape."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 AUX_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn}
-"""Of the auxiliary states of the native form."""
+"""Dtypes of native auxiliary states."""
 INT_FIELDS = ("input_ids", "attention_mask", "loss_mask")
 FULL_FIELDS = ("target_probs",)
 TOPK_FIELDS = ("target_probs_values", "target_probs_indices")
@@ -37,10 +37,10 @@ SHARD_NAME = re.compile(r"^shard-(\d{6})\.safetensors$")
 SIDECAR = "sidecar"
 MANIFEST_NAME, EMBEDDINGS_NAME = "manifest.json", "target_embeddings.safetensors"
 WEIGHTS_NAME = "target_weights.safetensors"
-"""Of a native cache, in place of the embeddings."""
+"""The weights of a native cache; it has no EMBEDDINGS_NAME."""
 _WRITTEN = (MANIFEST_NAME, EMBEDDINGS_NAME, WEIGHTS_NAME, META_NAME)
 LOCK_NAME = "lock"
-"""In the sidecar: locked by the process that writes the cache."""
+"""Sidecar file that the writing process locks."""
 _LOCK_FILE = re.compile(r"lock(\.[1-9][0-9]{0,8})?")
 
 # safetensors' names, in the order in which it lays tensors out: by descending alignment, then by name.
@@ -64,9 +64,11 @@ MAX_ROWS = 200_000
 """Limit of a shard's samples: more do not fit into its receipt."""
 _META_BYTES = 1 << 20, 1 << 10  # limits of a meta.json without its records of files, and of a record
 SPARSE = 1 << 26, 1 << 16
-"""A file of 64 MiB or more must have a 65,536th of its size on disk; padding may be holes. See `refuse_sparse`."""
+"""(least, share) of `refuse_sparse` for files with padding, which may be holes: from 64 MiB on, a 65,536th must be on
+disk."""
 WITHOUT_HOLES = 1 << 24, 16
-"""The same of a file that has no padding: of 16 MiB or more a sixteenth is on disk, even if it is compressed there."""
+"""The same for files without padding: from 16 MiB on, a sixteenth must be on disk, which holds even on a compressing
+file system."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,9 @@ class Layout:
     draft_vocab_size: int
     """D."""
     topk: int
-    """Probabilities kept of each slot; 0: all D of them."""
+    """Probabilities kept in each slot; 0: all D."""
     dtype: str
-    """Of the floats: a key of DTYPES."""
+    """Dtype of the float tensors: a key of DTYPES."""
 
     @property
     def fields(self) -> Fields:

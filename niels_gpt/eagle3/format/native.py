@@ -36,7 +36,7 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
 
 Counts = NDArray[np.int64]
-"""Tokens, auxiliary rows and target rows of each sample: int64 [n, 3], as of `row_counts`."""
+"""Tokens, auxiliary rows and target rows of each sample: int64 [n, 3], from `row_counts`."""
 STARTS = ("token_starts", "aux_starts", "row_starts")
 DEFAULT_SHARD_BYTES = 1 << 30
 _HEADER_ROOM = 2048  # a header of at most 10 tensors takes less
@@ -184,9 +184,9 @@ class NativeLayout:
     layers: int
     """Auxiliary layers, K."""
     dtype: str
-    """Of the last hidden states: a key of DTYPES."""
+    """Dtype of the last hidden states: a key of DTYPES."""
     aux_dtype: str
-    """Of the auxiliary states: a key of AUX_DTYPES."""
+    """Dtype of the auxiliary states: a key of AUX_DTYPES."""
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> NativeLayout:
@@ -255,7 +255,7 @@ class NativeLayout:
 # --- a shard's file ---------------------------------------------------------------------------------------------------
 
 ENDS = ("input_ids", "aux_hidden_states", "argmax_ids")
-"""Tensors whose rows the starts count."""
+"""Tensors with one row for each unit that `STARTS` count, in that order."""
 _AGAIN = "Remove the shard and produce it again: precompute --resume"
 
 

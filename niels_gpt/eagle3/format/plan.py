@@ -31,14 +31,15 @@ from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.storage.meta_json import checked_count, parse_object, shortened
 
 BUILDER_VERSION = 1
-"""Raised when an equal plan gives other bytes."""
+"""Increased when an equal plan gives other bytes."""
 SIDECAR_VERSION = 1
 PLAN_NAME = "plan.json"
 BATCHES_NAME = "batches.jsonl"
 CONVERTED = ("manifest.format_version", "manifest.target_probs_topk")
-"""Fields of a finished cache's manifest that `convert` may have changed since."""
+"""Manifest fields that `convert` may have changed after the cache was finished."""
 FREE = ("draft_vocab_size", "selected_token_ids", "head", "conventions")
-"""Keys of a native manifest that plan.json leaves out: the draft's vocabulary, and what the loaded target shows."""
+"""Keys of a native manifest that plan.json leaves out: the draft's vocabulary, and facts known only after loading the
+target."""
 _WIDTH_STEP = 8
 _MAX_BATCHES_BYTES = 1 << 27  # limit of batches.jsonl, which takes about seven bytes a sample
 _MAX_THREADS = 4096
@@ -46,8 +47,7 @@ _FRESH = "Use a fresh folder"
 _ROW_BYTES = 64  # limit of batches.jsonl, for a row and a batch of it alone
 
 CONVERTED_FROM = "converted_from"
-"""Key of the plan's `run` in a cache of version 1 or 2 that was made of a native one; its value is the dtype of that
-one's auxiliary states."""
+"""Key of the plan's `run` in a dense cache that was converted from a native one: the dtype of its auxiliary states."""
 Batch = tuple[int, list[int]]
 """Padded width in tokens, and the rows of the shard in one forward pass."""
 
@@ -65,7 +65,7 @@ class Run:
     attention: str
     """sdpa or eager."""
     threads: int
-    """Of each worker process."""
+    """torch threads of each worker process."""
     torch: str
     """Version."""
     transformers: str
@@ -97,12 +97,12 @@ class TargetPlan:
     """Everything that decides the bytes of a target cache."""
 
     manifest: dict[str, Any]
-    """The content of manifest.json, format_version and selected_token_ids included; a native one has `head` and
-    `conventions` only once the target was tried: `with_head`."""
+    """Content of manifest.json, with format_version and selected_token_ids. A native one gets `head` and `conventions`
+    only after the target was tried: `with_head`."""
     target: dict[str, Any]
     """The facts of the target: name, revision, sha256 of weights and config, sizes."""
     tokenizer: dict[str, Any]
-    """sha256, template_sha256, mask_by, pad_id; document_start, id and token of what begins each chat, if anything."""
+    """sha256, template_sha256, mask_by, pad_id; document_start: id and token that begin each chat, if any."""
     source: dict[str, Any]
     """The facts of the input, `limit` among them."""
     dropped: dict[str, int]
@@ -114,14 +114,14 @@ class TargetPlan:
     run: dict[str, Any]
     """The fields of `Run`."""
     batch_size: int
-    """Rows of a batch, at most."""
+    """Most rows of a batch."""
     max_batch_tokens: int
-    """Rows times width of a batch, at most; one row may have more."""
+    """Most rows times width of a batch; a single row may have more."""
     batches: list[list[Batch]] = field(repr=False)
-    """The batches of each shard, in the order in which they run."""
+    """Batches of each shard, in running order."""
 
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64), repr=False, compare=False)
-    """Of the native form: tokens, auxiliary rows and target rows of each sample, int64 [n, 3]."""
+    """Native only: tokens, auxiliary rows and target rows of each sample, int64 [n, 3]."""
 
     @property
     def is_native(self) -> bool:
@@ -409,7 +409,7 @@ def read_record(cache_dir: PathLike, *, follow_links: bool = False) -> dict[str,
 _object, _text = (partial(is_good, kind, ()) for kind in ("an object", "a text"))
 _size, _count = (partial(is_good, "an integer", (least, 2**63 - 1)) for least in (1, 0))
 _NEEDED = ("pad_id", "batch_size", "max_batch_tokens", "count", "sha256")
-"""Parts of plan.json that may not be missing where the object that has them is there."""
+"""Fields of plan.json that must exist if their object does."""
 _VALID: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("manifest", "target", "tokenizer", "source", "samples", "run", "batches"), _object),
     **dict.fromkeys(("dropped", "altered"), lambda value: _object(value) and all(map(_count, value.values()))),
@@ -431,7 +431,7 @@ _VALID: dict[str, Callable[[Any], bool]] = {
     "run.threads": partial(is_good, "an integer", (1, _MAX_THREADS)),
     **dict.fromkeys((f"run.{key}" for key in ("processor", "attention", "torch", "transformers")), _text),
 }
-"""Dotted name of a part of plan.json -> whether a value is valid."""
+"""Dotted name of a plan.json field -> whether a value is valid."""
 
 
 def differing_fields(left: Mapping[str, Any], right: Mapping[str, Any], above: str = "") -> list[str]:

@@ -63,7 +63,7 @@ from niels_gpt.storage.meta_json import shortened
 
 COMMON_FIELDS = ("aux_hidden_states", *INT_FIELDS, "position_mask")
 Damage = list[tuple[int | None, str]]
-"""Of each damage the row within the shard, or None, and a sentence."""
+"""Each damage: row in the shard, or None, and a sentence."""
 Mapped = TypeVar("Mapped")
 _AGAIN = "Remove the shard and produce it again: precompute --resume"
 
@@ -74,9 +74,9 @@ class Shards(ABC, Generic[Mapped]):
     num_samples: int
     num_shards: int
     shard_size: int | None = None
-    """Samples of a shard, the last one may have fewer; None where shards end by their bytes."""
+    """Samples in a shard, fewer in the last one; None if shards are cut by bytes."""
     compressed = False
-    """Whether distributions are top-k ones."""
+    """Whether distributions are stored as top-k."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ def shards_of(cache_dir: PathLike, manifest: dict[str, Any], **how: Any) -> Dens
 # --- versions 1 and 2 -------------------------------------------------------------------------------------------------
 
 DenseShard = tuple[Any, dict[str, torch.Tensor]]
-"""A mapped shard: safetensors' handle, and its tensors [n, S, ...] as views of the map."""
+"""A mapped shard: safetensors' handle, and its tensors [n, S, ...] as views."""
 _Declared = dict[str, tuple[torch.dtype | None, tuple[int | None, ...]]]
 
 
@@ -411,12 +411,10 @@ class NativeShards(Shards[MappedShard]):
     """The shards of a native cache."""
 
     firsts: list[int]
-    """The first sample of each shard, and the number of samples at the end.
-
-    Opening the cache finds it. A caller that knows it from the plan sets it; each shard must then have so many samples.
-    """
+    """First sample of each shard, and the number of samples at the end. Set by opening the cache, or by a caller who
+    knows it from the plan; every shard must then agree."""
     counts: Counts
-    """Tokens, auxiliary rows and target rows of each sample, of an open cache: int64 [n, 3]."""
+    """Tokens, auxiliary rows and target rows of each sample of an open cache: int64 [n, 3]."""
 
     def __init__(self, cache_dir: PathLike, manifest: dict[str, Any], **how: Any) -> None:
         """how: keyword arguments of `Shards`. Raises: CacheError E208 for a cache of another form."""

@@ -28,11 +28,11 @@ from niels_gpt.storage.meta_json import shortened
 MAX_INFLATED = 1 << 33
 """Limit of a sample's file: 8 GiB. A sample of 65,536 tokens of a 120B target has 1.2 GB."""
 MAX_RATIO, RATIO_FROM = 200, 1 << 26
-"""A gzip stream may inflate to more than 64 MiB only if that is at most 200 times its size. States take half of their
-size as gzip, zeros a thousandth."""
+"""A gzip stream may inflate to more than 64 MiB only up to 200 times its size. States compress to about half, zeros to
+a thousandth."""
 _MAX_PICKLE = 1 << 20
 _MAX_TUPLES = 20_000
-"""Of a pickle: torch.save writes four for a tensor. Python's hash of tuples that are nested deeper ends the process."""
+"""Most tuples in a pickle: torch.save writes four for a tensor. Hashing deeply nested tuples crashes Python."""
 _USED_AGAIN = ("BINUNICODE", "GLOBAL")
 _STORAGES = ("BFloat16", "Half", "Float", "Double", "Bool", "Byte", "Char", "Short", "Int", "Long")
 _GLOBALS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}

@@ -36,7 +36,7 @@ from niels_gpt.storage.fileio import SizedFile, canonical_json, sha256_file, wri
 from niels_gpt.storage.meta_json import parse_object, read_regular, shortened
 
 EMBEDDINGS_RECEIPT, WEIGHTS_RECEIPT = "embeddings.json", "weights.json"
-"""In the sidecar."""
+"""File names in the sidecar."""
 WEIGHTS = {"embeddings": 2, "lm_head": 2, "norm": 1, "norm_bias": 1, "lm_head_bias": 1}
 """The tensors and their dimensions: [V, H], [V, H] (absent where tied to the embeddings), [H], [H], [V]."""
 _RECEIPT_BYTES = 4096

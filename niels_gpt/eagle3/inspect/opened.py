@@ -75,7 +75,7 @@ class Field(NamedTuple):
 
 
 Pairs = Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]
-"""Ids or a mask: its name, the stored numbers, and those that are right, [rows] each."""
+"""Ids or a mask: name, stored numbers and expected numbers, [rows] each."""
 
 # --- what all forms share ---------------------------------------------------------------------------------------------
 
@@ -91,13 +91,13 @@ class Eagle3Cache(Cache, ABC):
     WEIGHTS_RECEIPT: ClassVar[str]
     """Name of its receipt in sidecar/."""
     WHAT_WEIGHTS: ClassVar[str]
-    """What that file holds, for messages."""
+    """The content of that file, for messages."""
     PROOFS: ClassVar[tuple[str, ...]] = OF_THE_PLAN
-    """Names in sidecar/ of which the producer alone writes any."""
+    """Names in sidecar/ that only the producer writes; any of them proves a plan."""
     READER: ClassVar[Callable[..., Any]]
-    """The dataset that training reads such a cache with."""
+    """Dataset class that training uses."""
     unit: ClassVar[str]
-    """What a row of a sample is called: "slot" or "token"."""
+    """Name of a sample's row: "slot" or "token"."""
     IN: ClassVar[str]
     """The word before a number of units: "in" or "at"."""
 
@@ -389,13 +389,14 @@ class Eagle3Cache(Cache, ABC):
         """Return the error with this cache's remedy, unless it has its own."""
         if error.own_remedy:
             return error
-        return CacheError(error.path, error.found, error.expected, self.remedy(), code=error.code)
+        remedy = self.remedy(is_file=error.code != "E205")
+        return CacheError(error.path, error.found, error.expected, remedy, code=error.code)
 
-    def remedy(self, name: str = "") -> str:
+    def remedy(self, name: str = "", *, is_file: bool = True) -> str:
         """Return what to do about a wrong file. name: of the file, if the remedy depends on it."""
         if not self.is_planned:
             return "Write it again as it was written, or produce the cache again"
-        return f"Remove the file. {self._resume(name)}"
+        return f"{'Remove the file' if is_file else 'Move it away'}. {self._resume(name)}"
 
     def missing(self, path: str | Path, expected: str) -> CacheError:
         """Return the error for a missing file, with the command that writes it."""
@@ -446,14 +447,14 @@ class StoredSample:
     """A DenseCache or NativeCache."""
     shard: int
     number: int
-    """In the cache."""
+    """Number of the sample in the cache."""
     tensors: Mapping[str, Tensor]
-    """Name -> [rows, ...], views of the mapped shard: of a dense cache one row for each slot, padding included; of a
-    native one for each token, each token before the last target row, or each target row."""
+    """Name -> [rows, ...], views of the mapped shard. Dense: one row for each slot, padding included. Native: for each
+    token, each token before the last target row, or each target row."""
     nbytes: int
-    """Bytes of a shard that it takes."""
+    """Bytes of the sample in its shard."""
     positions: Any = None
-    """Of a native cache the tokens that have a target row, int64 [R]; None in a dense one."""
+    """Native: tokens that have a target row, int64 [R]; dense: None."""
 
     def problem(self, found: str, expected: str = "") -> CacheError:
         """Return an error that names the shard's file, the sample's number and its id."""

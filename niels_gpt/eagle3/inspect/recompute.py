@@ -38,16 +38,15 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.work import Progress
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
-"""Allowed in another environment, by the dtype that the target runs in: for a hidden state as a share of its layer's
-largest in the sample, for a probability in absolute terms, for a log-normalizer as a share of the sample's largest. The
-rounding to the stored dtype comes on top."""
+"""Allowed difference in another environment, by the target's compute dtype: hidden states as a share of their layer's
+largest in the sample, probabilities in absolute terms, log-normalizers as a share of the sample's largest. Rounding to
+the stored dtype comes on top."""
 MASK_SHARE = 0.02
-"""Of the slots with loss: where two tokens are nearly as likely, the first choice may change."""
+"""Share of the slots with loss where a mask may differ: the first choice may change between two nearly equal tokens."""
 MEDIAN, WRONG, WRONG_SHARE = 0.05, 0.2, 0.02
-"""Without a plan a field is another one if the median of its slots' differences is above MEDIAN, or if more than
-WRONG_SHARE of the slots differ by more than WRONG. The difference of two vectors is divided by their length; that of
-two distributions is half the sum over the tokens. Arithmetic in bf16 moves a slot by some hundredths, the next layer by
-several tenths."""
+"""Without a plan a field is wrong if the median of its slots' differences exceeds MEDIAN, or more than WRONG_SHARE of
+the slots differ by more than WRONG. The difference of two vectors is divided by their length; for two distributions it
+is half the sum over the tokens. bf16 arithmetic moves a slot by some hundredths, the next layer by several tenths."""
 _IDENTITY = ("revision", "weights_sha256", "config_sha256")
 _CHUNK_TOKENS = 1024  # of a table of weights, compared at a time
 _CHUNK_ROWS = 64
@@ -69,9 +68,9 @@ class Target:
     facts: Mapping[str, Any]
     """Its revision, weights_sha256 and config_sha256, as in a plan."""
     load: Load
-    """Loads it on a device; called only where it is the plan's."""
+    """Loads it on a device; called only if it is the plan's target."""
     run: Mapping[str, Any]
-    """The environment that it will run in, as in a plan: device, processor, torch, transformers and so on."""
+    """Environment of the run, as in a plan: device, processor, torch, transformers and so on."""
 
 
 def recomputed(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # at run time inside the functions: loading matplotlib takes 
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 MAX_SLOTS = 2000
-"""Slots, at most, whose distribution and hidden states are read; no other floats of a cache are."""
+"""Most slots whose distributions and hidden states are read; no other floats of a cache are."""
 _GROUPS = {
     "ids": ("input_ids", "loss_bits", "token_starts", "aux_starts", "row_starts"),
     "aux": (AUX,),
@@ -60,27 +60,26 @@ class Stats:
     lengths: NDArray[np.int64]
     """Tokens of each sample, without padding [n]."""
     supervised: NDArray[np.int64]
-    """Slots of each sample whose shifted loss mask is 1 [n]."""
+    """Supervised slots of each sample [n]."""
     positions: NDArray[np.int64]
-    """Slots of each sample whose position mask is true [n]: what a draft is trained on."""
+    """Positions of each sample [n]: slots that a draft is trained on."""
     draft_mass: Mass | None
-    """Over slots with loss: the share of the target's distribution that falls into the draft's vocabulary. None where
-    it is not known."""
+    """Share of the target's distribution inside the draft's vocabulary, over slots with loss. None if unknown."""
     kept_mass: Mass | None = None
-    """Over the positions: the share of the draft distribution that the top k keep. None where all of it is stored, and
-    where a receipt does not have it."""
+    """Share of the draft's distribution that the top k keep, over the positions. None if everything is stored, or a
+    receipt lacks it."""
     entropy: NDArray[np.float64]
-    """Of the distribution over the draft's vocabulary, in nats, at no more than MAX_SLOTS positions."""
+    """Entropy over the draft's vocabulary, in nats, at up to MAX_SLOTS positions."""
     norms: dict[int, float]
-    """Block -> mean length of its hidden states at these positions."""
+    """Block -> mean norm of its hidden states at these positions."""
     sizes: dict[str, Any]
-    """What the form says of its sizes, ready for JSON."""
+    """Sizes, which depend on the form, ready for JSON."""
     size_rows: list[tuple[str, str]]
     """The same as pairs of a name and a text."""
     tokens_note: str = ""
-    """What is said behind the number of tokens."""
+    """Text after the number of tokens."""
     kept_row: Sequence[tuple[str, str]] = ()
-    """What is said of `kept_mass`, as a pair of a name and a text; nothing where a form has no top k."""
+    """(name, text) about `kept_mass`; empty if the form has no top k."""
 
     def as_json(self) -> dict[str, Any]:
         """Return everything ready for JSON, with percentiles instead of lists of numbers."""

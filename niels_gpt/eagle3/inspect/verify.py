@@ -61,8 +61,8 @@ _CHUNK = 1 << 21  # values looked at a time: 8 MiB in float32
 _SOFTMAX_ERROR = 2**-14  # of a sum in float32 over a vocabulary, with room
 _ROWS = 16  # target rows of a shard that are compared with the head
 LOGIT_SHARE = {"fp32": 1e-4, "fp16": 2e-3, "bf16": 1.6e-2}
-"""How far a log-normalizer may be from that of the stored state, as a share of the row's largest logit: by the less
-exact of the dtype that is stored and the one that the head computes in."""
+"""Allowed distance of a log-normalizer from the value computed from the stored state, as a share of the row's largest
+logit: by the less exact dtype, the stored one or the head's."""
 
 Problems = Iterator[CacheError | OSError | PlacedProblem]
 
@@ -148,9 +148,9 @@ class Questions:
     per_shard: Callable[[Any, int], Problems] | None = None
     per_row: Callable[[Any], Problems] | None = None
     remarks: Callable[[Any], Problems] | None = None
-    """Yields what is no damage."""
+    """Yields remarks, which are no damage."""
     measured: Callable[[Any, Figures], None] | None = None
-    """Says what is looked at, or was measured, without another reading of the shards."""
+    """States measured figures without reading the shards again."""
     figures: Callable[[Any], str] | None = None
 
 

@@ -2,9 +2,9 @@
 
 docs/formats.md has the bytes. Nothing here is tokenized: ids are stored as they were sampled.
 
-records.py    public: Rollout and RolloutGroup; which samples are dropped; the files, and a group as stored arrays
-build.py      public: groups -> a committed cache, resumable
-joining.py    how units become one cache
+records.py    public: Rollout and RolloutGroup; which samples are dropped; names and dtypes of the files
+build.py      public: writes groups to a cache, commits it; resumable
+joining.py    joins partitions into one cache
 reader.py     public: RolloutDataset: a group as samples or as a forest with its fields; checks the index
 kind.py       the kind rollouts: checks, figures, groups and tokens for people
 stream.py     public: RolloutStream: bins of several groups by epochs, for ranks and workers, resumable

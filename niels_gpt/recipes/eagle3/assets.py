@@ -184,7 +184,13 @@ def are_current_targets(found: Resolved, *, reads_hub: bool = True) -> bool:
 
     reads_hub: see `Resolved.is_current`.
     """
-    return found.is_current(KEY, reads_hub=reads_hub) and _has_its_shards(cache_root(found.settings) / KEY)
+    from niels_gpt.eagle3.format.meta import lists_shards
+
+    if not found.is_current(KEY, reads_hub=reads_hub):
+        return False
+    path = cache_root(found.settings) / KEY
+    # `is_current` has compared the sizes of all listed files; only earlier builds do not list the shards.
+    return lists_shards(read_meta(str(path / META_NAME))) or _has_its_shards(path)
 
 
 def _has_its_shards(path: Path) -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _Item = TypeVar("_Item")
 CHATS = 1024
-"""Chats that are in memory, and of which batches are formed."""
+"""Chats read at a time; batches are formed among them."""
 
 
 @dataclass(frozen=True)

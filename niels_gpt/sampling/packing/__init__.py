@@ -1,6 +1,6 @@
 """Rows without padding: which pieces share a row, and how attention keeps them apart.
 
-    plan.py      best-fit decreasing: lengths of pieces -> rows of at most T tokens; which piece is where in an epoch
+    plan.py      decides which pieces share a row, by best-fit decreasing of their lengths; their order in an epoch
     pieces.py    a split's documents or examples -> pieces of at most T tokens; what is cut, left out and lost
     rows.py      rows read many at once: their tokens, targets and segments
     stream.py    PackedStream: the rows of a split as batches

@@ -1,8 +1,9 @@
 """Locks: one builder for each cache, and readers that keep their version from gc.
 
 kernel.py      a lock of the kernel (flock) on a file, whose text names the holder; it ends with the process
-leases.py      which folders are locked by leases, and leases: files whose holder raises a counter in them
+leases.py      leases, for file systems without flock: how often a holder raises its counter, when another may take over
 mounts.py      whether a folder's file system passes flock on to other machines
+
 readers.py     the earlier name of `hold_version` here, for one release
 
 A builder takes `file_lock`: a flock, or a lease if the folder's `.locks.json` says so. A reader takes a shared flock on
