@@ -128,7 +128,7 @@ class LossBits:
         """Return two views, which are kept for the next batch.
 
         All windows of columns + 1 words of 8 bytes of the map, by their first byte; None without a map and of a shorter
-        file. And by (n % 64, columns - n // 64) `columns` words of which the first n bits are 1.
+        file. And by (n % 64, columns - n // 64) `columns` words whose first n bits are 1.
         """
         views = self._views
         if views is None or views[0] != columns:

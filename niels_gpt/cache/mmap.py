@@ -111,7 +111,7 @@ class TokenFiles:
 
         in_order: windows will be read one after the other, so that read-ahead helps. dtype, sums: of all files, or of
             each; sums: the checksums with which each file is compared when it is opened.
-        Raises: ValueError for another io; as `mmap_tokens`, for every file, although none is opened yet.
+        Raises: ValueError for another io; the errors of `mmap_tokens` for every file, although none is opened yet.
         """
         if io not in get_args(IO):
             raise ValueError(f"io={io!r}: expected one of {', '.join(get_args(IO))}")
@@ -195,7 +195,7 @@ class TokenFiles:
         return rows
 
     def _are_mapped(self, files: NDArray[np.int64]) -> bool:
-        """Map what is missing of some files; returns False where they are to be read instead, from now on."""
+        """Map some files if they are not mapped. Returns False if there is no room: they are read from now on."""
         if self._is_read:
             return False
         if self._num_unmapped and (self._maps is None or not self._is_mapped[files].all()):
@@ -240,7 +240,7 @@ class TokenFiles:
 
         files, places, ends: [n]; ends: after the last token, in the numbering of places, above them. at: [n], where in
         `out` each is written. All files have one dtype. The caller ensures that all tokens are inside the file, and
-        have room. Raises: as `gather`.
+        have room. Raises the errors of `gather`.
         """
         content, itemsize = out.view(np.uint8).data, out.itemsize
         begins, stops = (at * itemsize).tolist(), ((at + ends - places) * itemsize).tolist()
@@ -315,7 +315,7 @@ class CheckedTokenFiles(TokenFiles):
         out: Ids,
         at: NDArray[np.int64],
     ) -> None:
-        """Write as `TokenFiles.gather_ranges`. Raises: as `gather`."""
+        """Write the same as `TokenFiles.gather_ranges`. Raises the errors of `gather`."""
         self._touch(files, places, ends)
         super().gather_ranges(files, places, ends, out, at)
 

@@ -153,7 +153,7 @@ class PretrainSplit(Reader):
         """Return tokens begins[i] to ends[i] - 1 of the split, which may lie in several shards, end to end: ids [sum].
 
         begins, ends: [n], none of the ranges empty. out, at: ids that they are written into and that are returned,
-            range i from at[i] on, ascending. What is between them stays, and is checked with them.
+            range i from at[i] on, ascending. Ids between the ranges stay, and are checked too.
         Raises: IndexError for a range that is not inside the split; CacheError, naming file and place, for an id
             outside meta.json's vocab_size.
         """
@@ -204,8 +204,8 @@ class PretrainSplit(Reader):
 class PretrainTokenStreamDataset(DecodedItems):
     """Draws windows of T + 1 tokens, all windows of all shards equally likely; none crosses two shards (PR-03, D13).
 
-    dataset[i] is document i, to look at: its ids and its text. Length and iteration are those of the documents too.
-    Versions, forks and pickles: as `PretrainSplit`. For every window exactly once: `niels_gpt.sampling.EpochStream`.
+    dataset[i] is document i, to look at: its ids and its text. Length and iteration also go over documents.
+    Versions, forks and pickles: see `PretrainSplit`. For every window exactly once: `niels_gpt.sampling.EpochStream`.
     """
 
     def __init__(
@@ -374,8 +374,8 @@ def recycled_int64(shape: tuple[int, ...]) -> NDArray[np.int64]:
     """Return an uninitialized array, in the memory of an earlier one of that size if possible.
 
     Large arrays get fresh pages each time, whose page faults cost several times as much as filling the arrays.
-    The memory of an array is reused when the array, its views, and the tensors made of them are deleted; that of at
-    most two arrays is kept.
+    The memory of an array is reused when the array, its views, and the tensors made of them are deleted; the memory
+    of at most two arrays is kept.
     """
     memory = _unused_memory(math.prod(shape))
     return np.asarray(_Lease(np.empty(shape, dtype=np.int64) if memory is None else memory)).reshape(shape)

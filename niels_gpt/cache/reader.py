@@ -71,11 +71,11 @@ class Reader:
 
     @property
     def _where(self) -> Path:
-        """What is named in the error for another content than expected."""
+        """The path that the error for unexpected content names."""
         return self.folder
 
     def _identity(self) -> dict[str, Any]:
-        """Return what a copy must find again."""
+        """Return the facts that a copy must find again."""
         return self.fingerprint()
 
     def fingerprint(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def named_split(path: str | os.PathLike[str], split: str | None) -> tuple[Path, 
 def named_cache(path: str | os.PathLike[str], split: str | None) -> tuple[Path, str]:
     """Return the version's folder of a cache and the name of a split, as `named_split`; "train" if nothing names one.
 
-    Raises: as `named_split`; FileNotFoundError.
+    Raises: ValueError for a split that `named_split` refuses; FileNotFoundError without such a cache.
     """
     cache, name = named_split(path, split)
     return existing_cache(resolved(cache), path), name or SPLITS[0]

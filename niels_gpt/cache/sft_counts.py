@@ -1,7 +1,7 @@
-"""What T and its settings make of an sft split: which rows there are, what is truncated or lost, and the warning of it.
+"""What T and its settings make of an sft split: rows, truncated and lost tokens, and the warning.
 
 One pass over a split when a reader opens it: `count_rows`. A row is at most T + 1 tokens of one example: its first
-ones, or with over_length="split" a window of it, of which there are ceil((L - 1) / T) at stride T in L tokens, so that
+ones, or with over_length="split" a window of it: ceil((L - 1) / T) windows at stride T in L tokens, so that
 each target is in exactly one row.
 """
 
@@ -194,7 +194,7 @@ class _Replies(NamedTuple):
 def _replies(split: SFTSplit, first: int, starts: Numbers, ends: Numbers) -> Iterator[_Replies]:
     """Yield the runs of a block of whole examples, or of one long example piece by piece.
 
-    first: the number of the first example; starts, ends: of the examples. Raises: as `SFTSplit.check_starts`.
+    first: the number of the first example; starts, ends: of the examples. Raises the errors of `SFTSplit.check_starts`.
     """
     begin, end, opened = int(starts[0]), int(ends[-1]), False
     for at in range(begin, end, _BLOCK_TOKENS) if end - begin > _BLOCK_TOKENS else (begin,):

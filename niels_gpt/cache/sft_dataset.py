@@ -91,7 +91,7 @@ class SFTExampleDataset(DecodedItems):
         warn_of_counts(self._split, self.counts, self.T, over_length)
 
     def _take(self, split: SFTSplit) -> None:
-        """Read from a split; what is known of it are attributes here, too."""
+        """Read from a split, and copy its attributes."""
         self._split, self.io, self.eot_id, self.asst_id = split, split.io, split.pad_id, split.asst_id
         self.tokens_path, self.idx_path = split.tokens_path, split.idx_path
         self.meta, self.vocab_size = split.meta, split.vocab_size
@@ -190,7 +190,7 @@ class SFTExampleDataset(DecodedItems):
         itself: `Batch.for_transformers` of an SFTStream gives them.
         An example longer than T + 1 tokens is truncated; a shorter one is padded with eot_id, which is never a target.
         One draw from `generator` per batch, on the generator's device, over `counts.rows`.
-        Raises: CacheError as `example`.
+        Raises: CacheError E409 for an id outside the vocabulary.
         """
         drawn = torch.randint(self.counts.rows, (B,), generator=generator, device=generator.device).cpu().numpy()
         split = self._split

@@ -217,7 +217,10 @@ class SFTSplit(Reader):
         return flat_targets(ids, stops, np.zeros(len(begins), np.bool_) if opened is None else opened, **self.sentinels)
 
     def padded(self, begins: Numbers, ends: Numbers, width: int) -> Ids:
-        """Return rows: ids [B, width], each a range of at most `width` tokens, padded with pad_id. Raises as `read`."""
+        """Return rows: ids [B, width], each a range of at most `width` tokens, padded with pad_id.
+
+        Raises: CacheError E409, naming file and place, for an id outside the vocabulary.
+        """
         tokens, padding = self._map, self._padding
         if len(padding) < width:
             padding = self._padding = np.full(width, self.pad_id, dtype=self._dtype).data
@@ -330,7 +333,7 @@ class SFTSplit(Reader):
 def files_of(cache_dir: str | os.PathLike[str], split: str | None) -> tuple[Path, Path, int]:
     """Return the token file and the offsets of a split of an sft cache, and the id that pads its rows.
 
-    Arguments and errors: as for `SFTSplit`.
+    Takes the arguments of `SFTSplit` and raises its errors.
     """
     folder, name = named_cache(cache_dir, split)
     meta = reader_meta(folder, "sft")

@@ -43,7 +43,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def whole_rows(cls, count: int, T: int) -> Segments:
-        """Return a segment for each of `count` rows, of which no more is known."""
+        """Return a segment for each of `count` rows, whose piece and document are not known."""
         unknown = np.full(count, -1, dtype=np.int64)
         return cls(np.arange(0, (count + 1) * T, T, dtype=np.int32), unknown, unknown.copy())
 
@@ -69,7 +69,7 @@ class Rows(NamedTuple):
     y: torch.Tensor
     """int64 [B, T]: the targets; -100 where there is none."""
     segments: Segments | None = None
-    """None: each row is one segment, of which no more is known."""
+    """None: each row is one segment; its piece and document are not known."""
 
     @classmethod
     def interleaved(cls, parts: Sequence[tuple[NDArray[np.int64], Rows]], has_segments: bool) -> Rows:

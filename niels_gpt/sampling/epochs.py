@@ -2,7 +2,7 @@
 
 Units       what an epoch serves: windows, examples, packed rows, or items of an EAGLE-3 cache
 Epochs      sample k is unit permute(k % n) of epoch k // n
-Ahead       what is made for several batches at once
+Ahead       makes something for several batches at once
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Epochs(Samples):
 
 
 class Ahead(Generic[Made]):
-    """What is made of located units for several batches at once, where the calls of each batch would cost more."""
+    """Makes something of located units for several batches at once, where the calls of each batch would cost more."""
 
     def __init__(self, total: int, T: int, make: Callable[[slice], Made]) -> None:
         """total: units that are located. make: called with some of them."""
@@ -114,7 +114,7 @@ class Ahead(Generic[Made]):
         self._made: tuple[range, Made] | None = None
 
     def of(self, first: int, count: int) -> tuple[Made, int]:
-        """Return what was made of units first to first + count - 1 and more, and where in it they begin.
+        """Return the thing made of units first to first + count - 1 and more, and where in it they begin.
 
         It is made of up to _BATCHES_AHEAD batches, or of as many as have _TOKENS_AHEAD tokens, and kept.
         """

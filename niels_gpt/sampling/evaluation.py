@@ -72,7 +72,7 @@ def iter_eval(
 
 
 def _without_targets(T: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a window of which nothing is a target."""
+    """Return a window without a target."""
     x = torch.zeros(1, T, dtype=torch.int64, device=device)
     return x, torch.full_like(x, IGNORE_INDEX)
 

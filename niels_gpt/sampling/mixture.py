@@ -79,7 +79,7 @@ class Mixture(Samples):
         return [[stage.first, list(stage.weights)] for stage in self.stages]
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides which unit of which source a sample is; after a changed run also the origin."""
+        """Return the arguments and the sources' identities; after a changed run also the origin."""
         origin = {"sample": self.origin.sample, "positions": list(self.origin.positions)}
         return {
             "stream": MIXTURE_VERSION,
@@ -160,7 +160,7 @@ class Mixture(Samples):
 
 
 class _Joined:
-    """Located windows of all sources, as if their files were those of one split."""
+    """Located windows of all sources, read as if their files were of one split."""
 
     def __init__(self, sources: Numbers, windows: LocatedWindows) -> None:
         """sources: of each window: int64 [n]."""
@@ -220,8 +220,8 @@ class MixtureStream(Stream[Any]):
     ) -> None:
         """Mix streams of the same T, global_batch_size, rank, world_size and device, which the mixture takes over.
 
-        weights: of each stream, above 0 and at least 2 ** -32 of their sum. Only their ratios count, exactly those of
-            the decimal numbers that Python prints for them: 0.1 is a tenth. Or stages: [(0, [4, 1]), (100_000, [1, 1])]
+        weights: of each stream, above 0 and at least 2 ** -32 of their sum. Only their ratios count, exactly as the
+            decimal numbers that Python prints: 0.1 is a tenth. Or stages: [(0, [4, 1]), (100_000, [1, 1])]
             has other weights from sample 100,000 on, with exact shares within each stage. In a stage a weight may be
             0; a stage after the end of the mixture is never reached.
         when_exhausted: for all streams or for each: "repeat" its epochs without end; "stop" the mixture after one

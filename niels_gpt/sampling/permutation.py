@@ -54,6 +54,8 @@ def permute(
     indices: [n], each from 0 to size - 1. keys: uint64 [ROUNDS]. tweaks: [n] or [1], such as the number of the epoch.
     The same keys and tweak always give the same permutation.
     """
+    # Any index alone, without a stored order: ranks, workers and a resumed run agree by the keys, in O(1) memory. The
+    # domain is less than 4 * size, so a walk takes under four steps on average.
     half = max(1, (int(size - 1).bit_length() + 1) // 2)
     low, high = (int(tweaks.min()), int(tweaks.max())) if len(tweaks) else (0, 0)
     if (high - low + 1) << half + 2 <= len(indices):  # F of every half, looked up, takes a third of the time or less
@@ -94,7 +96,7 @@ def _tables(keys: NDArray[np.uint64], low: int, high: int, half: int) -> NDArray
 
 
 def _looked_up(values: NDArray[np.int64], tables: NDArray[np.int64], tags: NDArray[np.int64], half: int) -> Any:
-    """Return what `_encrypted` does. tags: of which tweak, in the bits above a half, which the rounds keep."""
+    """Return the same as `_encrypted`. tags: the tweak of each value, in bits above a half, which rounds keep."""
     mask = 2**half - 1
     left, right = values >> half | tags, values & mask | tags
     for table in tables:

@@ -1,9 +1,9 @@
 """prefetch: batches made ahead in a thread, while the step before them runs.
 
     thread      makes batch k + 1, ..., k + n, one after the other, and copies them to the GPU on a stream of its own
-    consumer    uses batch k, and batch.state, which is that of batch k
+    consumer    uses batch k and its batch.state
 
-The stream's own position is that of the thread. So while it is read ahead, the stream refuses state_dict,
+The stream itself stands where the thread is. So while it is read ahead, the stream refuses state_dict,
 load_state_dict and other iterators; closing sets it back to the batch that was handed out last.
 """
 
@@ -31,7 +31,7 @@ def prefetch(stream: Iterable[B], n: int = 2, device: str | torch.device | None 
     n: at most n + 1 batches exist at a time, with the one in use. device: where to copy them; None: they stay where
     they are. To a CUDA device they are pinned, and copied on a CUDA stream of their own, for which the consumer's
     current stream waits.
-    `batch.state` is that of the batch in use: save it. Until the iterator ends or is closed (`close()`, `with`, or
+    `batch.state` belongs to the batch in use: save it. Until the iterator ends or is closed (`close()`, `with`, or
     when nothing refers to it any more), the stream refuses state_dict, load_state_dict and other iterators, also other
     prefetches; then it continues after the last batch that was handed out. Closing waits for the batch that is being
     made. An error of the stream is raised in place of the batch, with its traceback. The same holds for streams that
@@ -168,7 +168,7 @@ class _Place:
         self.stream = torch.cuda.Stream(self.device) if is_cuda else None  # type: ignore[no-untyped-call]
 
     def thread(self) -> AbstractContextManager[Any]:
-        """Return the context of the thread: its work on the GPU, also that of reading, is on the own stream."""
+        """Return the context of the thread: all its work on the GPU, reading included, is on its own CUDA stream."""
         if self.stream is None:
             return nullcontext()
         with ExitStack() as stack:

@@ -5,7 +5,7 @@ weights and round(z) = floor(z + 1/2); of the rest, the source of the next weigh
 last source has the rest. So the counts are integers that sum to x, never fall as x grows, and follow from x alone. Of n
 sources, none is further from its exact share than 1/2 + (1 + 1/2 + ... + 1/(n - 1)) / 2 samples.
 
-The places of a block are assigned to sources by halving. A run of m places, of which c_1, ..., c_n are of the sources,
+The places of a block are assigned to sources by halving. A run of m places, c_1, ..., c_n of them for the sources,
 has a left part of h = m div 2 places, and a number r from 0 to m - 1 is drawn for it: of sources 1 to s together, the
 left part has (h * (c_1 + ... + c_s) + r) div m places, and the right one the rest. So each place belongs to each source
 with the probability of its share, parts of a block have nearly the shares of the whole, and the source of a place is
@@ -96,7 +96,7 @@ def whole_weights(weights: Sequence[float], where: str = "weights", zero_is_allo
             )
     common = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * common) for weight in exact]
-    divisor = math.gcd(*whole)
+    divisor = math.gcd(*whole)  # small integers: the counts below are then exact in int64 as far as they go
     return [weight // divisor for weight in whole]
 
 
@@ -162,7 +162,7 @@ class Phase:
         return (0, None) if end is None else divmod(end - self.first, self.size)
 
     def parts(self, blocks: int, size: int, left: Sequence[int | None]) -> Iterator[Phase]:
-        """Yield the phase of so many blocks by weight, and that of the block of this size after them.
+        """Yield the phase of so many blocks by weight, and the phase of the block of this size after them.
 
         left: samples that each source still has; None: without end.
         """
@@ -222,6 +222,7 @@ def drawn(
     places, which: [n], in which of the blocks; counts: [blocks, sources]; salts: [blocks]; size: of every block, at
     most 2 ** 30. The results are int64 [n] and [sources, n].
     """
+    # Halving in place of a shuffle: a rank of 1,024 finds its own places without the others of the block.
     # Of each run: places of the first sources, cumulated, and those of the block before the run. Sources come first,
     # so that inner loops are over many runs: all runs of the blocks while these are fewer than places, [sources,
     # blocks, runs], then that of each place, [sources, n].
@@ -321,7 +322,7 @@ def _less(left: Sequence[int | None], counts: Sequence[int]) -> list[int | None]
 
 
 def _filled(wanted: Sequence[int], weights: Sequence[int], left: Sequence[int | None]) -> list[int]:
-    """Return the counts of a block, at most what is left of each source; the others fill the rest by weight."""
+    """Return the counts of a block: a source gives at most the samples it has left; the others fill up by weight."""
     counts = [count if n is None else min(count, n) for count, n in zip(wanted, left, strict=True)]
     while lacking := sum(wanted) - sum(counts):
         able = [s for s, n in enumerate(left) if weights[s] and (n is None or counts[s] < n)]

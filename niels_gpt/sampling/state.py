@@ -231,8 +231,8 @@ def continued(state: Any, identity: Mapping[str, Any], names: Sequence[str], lim
     """Return how a mixture continues the run of a state: of another mixture, or of a stream of one cache.
 
     identity: of the mixture. names, limits: of each source of it the name, and the total number of samples.
-    Raises: ValueError for a state without positions or a wrong checksum, and for what is no state; CacheError for
-        another tokenizer.
+    Raises: ValueError for a state without positions or with a wrong checksum, and for anything else that is not a
+        state; CacheError E108 for another tokenizer.
     """
     known, positions, consumed = _read(state)
     sources: Sequence[dict[str, Any]] = identity["sources"]

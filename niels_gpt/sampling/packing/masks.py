@@ -51,7 +51,7 @@ def block_causal_mask(
 
     cu_seqlens: int [K + 1], as in a batch: where segments begin, row after row, and B * T; no segment crosses two rows.
     shape: (B, T); None: one row of all tokens.
-    dtype: that of the model; "sdpa" takes float32 beside each other one, and refuses the rest.
+    dtype: the model's; "sdpa" takes float32 beside each other one, and refuses the rest.
     sliding_window: i sees the last so many tokens alone, itself included. A mask of four dimensions replaces the window
         of a model of transformers: pass `config.sliding_window` where all of its layers have one; where some have, pass
         {"full_attention": mask, "sliding_attention": mask with the window} as attention_mask.

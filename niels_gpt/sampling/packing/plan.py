@@ -112,6 +112,7 @@ class _Run(NamedTuple):
 
 def _best_fit(counts: NDArray[np.int64], T: int) -> tuple[NDArray[np.int32], list[_Run]]:
     """Return the row of each slot, int32 [P], and the slots as runs. counts: of each length, int64 [L + 1]."""
+    # All pieces of a length at once: ten million pieces have at most T lengths, and Python walks only these.
     row_of: NDArray[np.int32] = np.empty(int(counts.sum()), dtype=np.int32)
     runs: list[_Run] = []
     rooms: list[int] = []  # ascending; of each the rows that have just that room, longest waiting first

@@ -38,7 +38,7 @@ class ReadRows:
     """Rows [R, T] of pieces, with what has to be said of them."""
 
     def __init__(self, split: Any, placed: PlacedPieces, T: int, pad_id: int) -> None:
-        """split: a `PretrainSplit`, or an `SFTSplit`, which says which tokens carry loss. Raises: as its `read`."""
+        """Read rows. split: `PretrainSplit` or `SFTSplit`. Raises: CacheError E409 for an id outside the vocabulary."""
         self._T = T
         lengths = placed.ends - placed.begins
         piece_stops, total = np.cumsum(placed.counts), np.cumsum(lengths)
