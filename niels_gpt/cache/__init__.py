@@ -14,7 +14,7 @@ Build:
     shards.py             decides where a shard ends, which document is truncated or dropped; writes the shards
     build_sft.py          build_sft: chats -> one token file per split, by the project's own template
     build_templated.py    the same by any other chat template: a bit for each token says whether it carries loss
-    joining.py            joins partitions into one cache: adds up receipts, links and streams pretrain files; mends them
+    joining.py            joins partitions into one cache: adds up receipts, links and streams their files; mends them
     joining_chats.py      joins the files of an sft cache
 
 Read:
