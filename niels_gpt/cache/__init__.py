@@ -1,24 +1,35 @@
 """Token caches on disk: their public builders and readers. The spec (PR-03) fixes the names of these modules.
 
+Files:
+
     formats.py            names, dtypes and constants of every file, which builders take from here; the loss mask of the
                           project's own chats, by their sentinels
     meta.py               writes and reads meta.json; decides which keys readers require, which tokenizer must match
     checksums.py          compares the blocks of a file with their stored CRC-32
-    reader.py             Reader: what all readers do alike; how a cache and a split of it are named
-    mmap.py               how token files and offsets files are opened, checked and mapped
+
+Build:
+
     build_cache.py        build_pretrain_cache and build_sft_cache: the signatures of the spec
     build_pretrain.py     build_pretrain: documents -> shards; the settings in meta.json
     shards.py             decides where a shard ends, which document is truncated or dropped; writes the shards
     build_sft.py          build_sft: chats -> one token file per split, by the project's own template
     build_templated.py    the same by any other chat template: a bit for each token says whether it carries loss
+    joining.py            joins partitions into one cache: adds up receipts, links and streams their files; mends them
+    joining_chats.py      joins the files of an sft cache
+
+Read:
+
+    reader.py             Reader: opens, holds and identifies a cache for every reader; names a cache and a split of it
+    mmap.py               opens, checks and maps token files and offsets files
     pretrain_dataset.py   PretrainTokenStreamDataset: which windows of T + 1 tokens a batch has
     sft_split.py          SFTSplit: the examples of a split, read by ranges of tokens, and which tokens carry loss
     loss_bits.py          loss of chats of another template: a bit for each token; how a batch's are taken from them
     sft_counts.py         which rows T makes of the examples; which are truncated, dropped, split or warned of
     sft_dataset.py        SFTExampleDataset: random rows of an sft cache, one example each
+
+Look:
+
     documents.py          looks at a split: documents, lengths, ids, loss, source ids
-    joining.py            joins units into one cache: adds up receipts, links and streams pretrain files; mends them
-    joining_chats.py      joins the files of an sft cache
     kind/                 the kinds pretrain and sft: every operation of niels_gpt.kinds for token caches
     cli.py                python -m niels_gpt.cache.cli; the code is in niels_gpt/commands/
 

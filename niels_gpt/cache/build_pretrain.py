@@ -75,17 +75,16 @@ def build_pretrain(
     documents: batches, (split, text), or (split, text, id). split None: text and seed decide (D5). No id: its number.
     max_train_tokens, max_val_tokens: budgets in tokens, document starts and ends included; None: no limit.
     val_frac: share of val, below 1, or the expected one if documents name their split; None: by the budgets.
-    shuffle_buffer: documents in torch's shuffle buffer; None or 0: keep the order of the stream.
-    document_start, document_end: tokens around each document, as in the settings. on_special: see TextEncoder.
+    shuffle_buffer: documents in torch's shuffle buffer; None or 0: the order of the stream. on_special: as TextEncoder.
+    document_start, document_end: tokens around each document, as in the settings. plan: sha256 of plan.json.
     num_threads: threads that encode; 0: the caller's own. executor: encodes instead. engine: see open_engine. None of
         these changes the output. checkpoint_seconds: between two checkpoints; 0: one after each batch.
-    partial: upstream lacks a split; train may then be empty, and `built` in the meta is "partial".
-    partition: `documents` belong to it; budgets and seed are of the whole cache. plan: sha256 of plan.json.
-    committed: called with the meta after the commit; if it fails, the next run finishes this build. progress: called
-        with documents read, tokens written, and tokens of both budgets.
-    Raises: ValueError for bad arguments, or a sentinel if on_special="raise"; NoTextError E303 for an empty train
-        split; CacheError E503 while another process builds here, E504 if `out_dir` is no cache, E505 for a damaged
-        unfinished build, E306 if documents changed since a killed run; WorkerDied E506, ForkedBuild E508.
+    partial: upstream lacks a split; train may be empty. partition: owns `documents`; budgets and seed are of all.
+    committed: called with the meta after the commit; if it fails, the next run finishes this build.
+    progress: called with documents read, tokens written, and tokens of both budgets.
+    Raises: ValueError for bad arguments, or a sentinel with on_special="raise"; NoTextError E303 if train is empty;
+        CacheError E503 while another process builds here, E504 if `out_dir` is no cache, E505 for a damaged unfinished
+        build, E306 if documents changed since; WorkerDied E506, ForkedBuild E508.
     """
     budget, source = TokenBudget({"train": max_train_tokens, "val": max_val_tokens}), source or Source()
     settings = _settings(split_rule, shard_bytes, on_special, partial, budget, shuffle_buffer or 0, val_frac)

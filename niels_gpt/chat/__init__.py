@@ -1,6 +1,6 @@
 """Turn chats into ids and a loss mask, by any chat template.
 
-    tokenizers.py          opens the tokenizer of a target or a cache, as transformers, the cache or the project has it
+    tokenizers.py          opens the tokenizer of a target or a cache, with its chat template or the project's format
     protocol.py            a chat, its ids and mask, and what makes them; the counters of chats that are dropped
     chats.py               which values a chat may hold, which turns carry loss, what a rendered text leaves out
     template_tokenizer.py  chats -> ids and mask by a template; which tokens a span of characters supervises

@@ -28,7 +28,7 @@ NOT_AS_TEXT: Final = "content_not_as_text"
 UNUSABLE_VALUE: Final = "unusable_value"
 """A value is no JSON value, such as NaN, or there are too many or too deep ones."""
 TOO_LARGE: Final = "too_large"
-"""A rendering has more characters than the limit, or all renderings of the chat together have."""
+"""One rendering of the chat, or all together, would have more characters than the limit."""
 
 # --- counters of kept chats ---
 
@@ -67,7 +67,7 @@ class EncodedChat(NamedTuple):
     """The ids of one chat and their loss mask."""
 
     ids: list[int]
-    """Of the whole chat: not shifted, padded or truncated."""
+    """The whole chat: not shifted, padded or truncated."""
     mask: list[int]
     """1 at each id that carries loss, 0 elsewhere; as long as `ids`."""
     merged: bool = False

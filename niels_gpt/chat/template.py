@@ -360,7 +360,7 @@ class ChatTemplate:
             raise _RefusedError(UNKNOWN_TURNS, "it has every private character")
         found = self._with_marks(chat, marks, self._next(1, len(chat.messages), _mark_variables(marks)))
         # A filter around marked text, such as trim or upper, sees the private characters too, and may then write other
-        # text. The positions of the marks are those of the plain text only if both texts are equal.
+        # text. Only if both texts are equal do the marks stand at positions of the plain text.
         if found is None or found[0] != whole:
             raise TemplateError(
                 f"{self.name}: its chat template works on text that holds its own marks (by a filter, or a mark within "

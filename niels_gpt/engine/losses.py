@@ -114,7 +114,7 @@ def warn_of_losses(
     trip = meta["roundtrip"]
     if trip["differ"]:
         logger.warning(
-            "%s: the tokenizer is lossy: %d of %d compared texts%s change when they are encoded and decoded%s. A "
+            "%s: the tokenizer is lossy: %d of %d texts%s change when they are encoded and decoded%s. A "
             "tokenizer that is trained here with the default normalization loses nothing",
             where,
             trip["differ"],

@@ -35,8 +35,8 @@ CHOICES: Final = ("auto", "gigatoken", "reference")
 FIRST_COMPARED: Final = 1000
 """The first documents of a stream, which are all compared with the reference."""
 ONE_COMPARED_OF: Final = 100
-"""Of the others one in so many is compared. The reference takes some seventy times as long, so this share costs less
-than gigatoken itself."""
+"""One in so many of the later documents is compared. The reference takes some seventy times as long as gigatoken, so
+this share costs less time than gigatoken itself."""
 _PIECE_BYTES = 1 << 20
 """A longer text is compared in pieces: a reference takes up to 130 times its size in memory."""
 _AROUND = 6  # tokens before and after a difference in its message
@@ -178,7 +178,7 @@ class ComparedEngine:
         self._compare_ids([texts[index] for index in whole], found, lengths[whole], numbers)
         for index in chosen:
             if not is_whole[index]:
-                # Both encode the piece: the ids of the whole text are not those of its pieces, one after the other.
+                # Both engines encode the piece: a cut changes ids, so a slice of the whole text's ids would differ.
                 for piece in pieces_of(texts[index]):
                     self._compare_ids([piece], *self._fast.encode([piece]), [first + index])
         with self._counting.setdefault(os.getpid(), threading.Lock()):

@@ -120,8 +120,8 @@ def quantized(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = values.abs().amax(dim=-1) / _LARGEST
     if not bool(torch.isfinite(scales).all()):
         raise ValueError("hidden states with values that are not finite: expected finite ones, to be stored as fp8")
-    # One scale a row, not one a tensor: a few channels of hidden states are hundreds of times as large as the others,
-    # and differ from token to token. Rows of zeros are divided by 1.
+    # One scale a row, not one a tensor: above its subnormals e4m3 has a range of 448 * 64 to 1, and the rows of a
+    # tensor may have a larger one. Rows of zeros are divided by 1.
     divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
     scaled = (values / divisors.unsqueeze(-1)).clamp_(-_LARGEST, _LARGEST)  # casts of earlier torch give NaN above
     return scaled.to(torch.float8_e4m3fn), scales
