@@ -319,6 +319,19 @@ def test_a_column_of_parquet_that_nobody_asks_for_does_no_harm(tmp_path):
         texts_of(tmp_path, field="when")
 
 
+def test_two_columns_of_one_name_are_read_row_by_row_also_as_blocks(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from niels_gpt.data.local import iter_documents
+
+    table = pa.Table.from_arrays([pa.array(["one"]), pa.array(["two"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    options = {"field": None, "counters": None, "max_document_bytes": 1_000, "position": None, "blocks": True}
+    (sample,) = iter_documents(open_files(str(tmp_path)), source="own", **options)
+    assert (sample.text, sample.meta["row"]) == ("two", 1)
+
+
 def test_rows_of_parquet_are_numbered_over_all_batches(tmp_path, monkeypatch):
     write_parquet(tmp_path / "a.parquet", {"text": [f"t{n}" for n in range(2_500)], "id": range(2_500)})
     samples = texts_of(tmp_path)

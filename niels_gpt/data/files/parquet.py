@@ -113,8 +113,10 @@ def usual_columns(
     texts: columns that may hold the text; (): no batch is usual. others: columns to return, where the batch has them.
     """
     names = batch.schema.names
-    strings = [name for name in texts if name in names and _is_string(batch.schema.field(name).type)]
-    if not strings or len(set(names)) < len(names) or not all(map(_is_usual, batch.schema.types)):
+    if len(set(names)) < len(names) or not all(map(_is_usual, batch.schema.types)):
+        return None
+    strings = [name for name in texts if name in names and _is_string(batch.schema.field(name).type)]  # by unique names
+    if not strings:
         return None
     first, *more = (batch.column(name) for name in strings)
     if first.null_count:
