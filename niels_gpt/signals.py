@@ -342,7 +342,7 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
         _EMPTY_FILE,
     ),
 }
-"""By the kind of cache."""
+"""Signs by the kind of the cache."""
 _NOT_KEPT = ("files", "rows", "messages")
 """Units whose total is unknown. Messages are compared with the number of chats read."""
 _UNITS = {"pretrain": "documents", "sft": "chats", "rollouts": "samples"}

@@ -138,8 +138,8 @@ class TemplateTokenizer(ChatTokenizer):
         Without marks in the template, the tokenizer must be prefix-stable: the tokens of the text up to each reply, and
         up to its end, must be the first tokens of the whole chat. Only the last word before the edge and the white
         space around it may differ, since they can merge with the next text. The mask does not depend on this check. It
-        takes half as long as tokenizing for chats of one reply and four times as long for four replies, so it is made
-        for the first 1000 chats and then for every 100th, at the first 16 edges and the last.
+        tokenizes the text up to each edge again, so it is made for the first 1000 chats and then for every 100th, at
+        the first 16 edges and the last.
 
         Raises: TemplateError E407 without a template, if the template cannot be used, or if the tokenizer is not
             prefix-stable.

@@ -267,7 +267,7 @@ def _matches(root: Path, wild: Sequence[str], follow_links: bool, links: list[Pa
 
 
 def _paths(folder: Path, wild: Sequence[str], follow_links: bool, links: list[Path]) -> Iterator[Path]:
-    # The `**` of glob follows links to parent folders: 40 times for one such link, forever for two.
+    # The `**` of glob follows links to parent folders again and again, until the kernel refuses the path.
     if "**" in wild:
         at = wild.index("**")
         for base in _paths(folder, wild[:at], follow_links, links):

@@ -92,7 +92,7 @@ class LossEdges:
             unpredictable=int(at_start.sum()),
             weighting=weighting if isinstance(weighting, str) else "given",
         ).to(forest.input_ids.device)
-        if edges.weighting == "per_sample":  # the result of the lines below in a third of the time
+        if edges.weighting == "per_sample":  # the same result as the lines below, faster
             return replace(edges, weight=edges.sample_edge.bincount(minlength=edges.num_edges).double())
         weights = edges.token_weights(weighting)
         return replace(edges, weight=edges.weight.index_add(0, edges.sample_edge, weights))

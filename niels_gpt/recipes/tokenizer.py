@@ -67,7 +67,7 @@ def ensure_tokenizer(settings: Settings, *, user_sources_only: bool = False, fro
     """Return the installed tokenizer <cache>/tokenizer. Makes and installs it first if necessary.
 
     A tokenizer that was trained without a source that failed is trained again once that source has changed.
-    user_sources_only, from_scratch: as in `stage_tokenizer`, whose errors it raises.
+    user_sources_only, from_scratch: see `stage_tokenizer`. Raises its errors.
     """
     installed = meta_or_none(cache_root(settings) / TOKENIZER_KEY)
     if installed is not None and has_new_sources(settings, installed):

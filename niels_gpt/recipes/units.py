@@ -429,8 +429,8 @@ class Units(CacheUnits):
 
         Returns None, and does nothing, unless a cache of these settings and this text is sealed. A killed call is
         repeated. The plan is removed at the end, but kept while files stay damaged or missing, for the next unit.
-        progress: as in `build`, whose errors it raises, too.
-        Raises: CacheError E306, before anything is changed, if the unit gives other bytes now.
+        progress: see `build`. Raises: the errors of `build`; CacheError E306, before anything is changed, if the unit
+            gives other bytes now.
         """
         partition, mended = Partition.checked(number, self.settings.partitions), None
         while self.kind.mend is not None and mended is None and is_committed(self.path, self.asked.fingerprint):

@@ -45,11 +45,11 @@ class Units(ABC):
     version: ClassVar[dict[str, Any]]
     """`kind` and version of the order, as a state names them."""
     purpose: ClassVar[int] = 0
-    """Of the keys: units of other kinds with the same seed have unrelated orders."""
+    """Purpose of the keys, so that units of other kinds with the same seed have unrelated orders."""
     split: Any
     """What they are read from: `PretrainSplit`, `SFTSplit`, or a dataset of EAGLE-3."""
     folder: Path
-    """Of the split's cache, or of the split in it, for messages."""
+    """Folder of the cache, or of the split in it, for messages."""
     T: int
     vocab_size: int | None
 
@@ -147,7 +147,7 @@ class Windows(Units):
         if documents:
             self._open_index()
             self._to_split: Numbers = np.cumsum(lengths) - lengths - self.files.first_tokens
-            """Of each shard: what to add to a place of `TokenFiles.gather`, which makes it a token of the split."""
+            """For each shard, the number that turns a place of `TokenFiles.gather` into a token of the split."""
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -186,13 +186,13 @@ class Windows(Units):
         return self._with_documents(located, places + self._to_split[shards]) if self.documents else located
 
     def _with_documents(self, located: LocatedWindows, begins: Numbers) -> LocatedWindows:
-        """Let windows know their documents, looked up for thousands at once, in a third of the time.
+        """Let windows know their documents, looked up for thousands at once, which is faster.
 
         begins: of each window, in tokens of the split: int64 [n].
         """
         index, T = self.split.documents, self.T
         firsts, nexts = index.searchsorted(begins, side="right") - 1, index.searchsorted(begins + T, side="left")
-        # One table, not five arrays: batches of 64 rows were read in 5 to 10 % less time.
+        # One table, not five arrays: a batch slices it once.
         table = np.stack((begins, firsts, nexts, located.shards, located.places))
         located.shards, located.places = table[3:]
         located.segments = Ahead(len(begins), T, lambda some: _Segments(index, T, *table[:3, some]))

@@ -131,7 +131,7 @@ class Mixture(Samples):
         self._joined, counts = TokenFiles.joined(files), [0, *(len(part.paths) for part in files)]
         self._first_files: Numbers = np.cumsum(counts)[:-1]
         self._to_places = self._joined.first_tokens - np.concatenate([part.first_tokens for part in files])
-        """Of each file: what to add to a place in the files of its source."""
+        """For each file, the number that turns a place in the files of its source into a place in the joined files."""
         self._vocab_size = next((of.vocab_size for of in plain if of.vocab_size is not None), None)
 
     def drawn(self, numbers: Numbers) -> tuple[Numbers, Numbers]:

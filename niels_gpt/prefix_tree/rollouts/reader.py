@@ -83,7 +83,7 @@ class RolloutDataset(Reader):
 
         split: "train" or "val"; None: what `path` says, else "train".
         tokenizer_sha256: raise CacheError unless this tokenizer produced the ids. expect: an earlier `fingerprint`;
-        raise CacheError unless the split still has it. check: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
+        raise CacheError unless the split still has it. check: see `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
 
         Raises:
             FileNotFoundError: no such cache or file.

@@ -248,7 +248,7 @@ class Options(TargetOptions):
         """Raise ValueError if --partition and --partitions are not both given, or contradict each other."""
         if self.partition is None and self.partitions is not None:
             raise ValueError(
-                f"--partitions {self.partitions}: which one is to be made? Pass --partition I, 0 to "
+                f"--partitions {self.partitions}: which one shall be made? Pass --partition I, 0 to "
                 f"{self.partitions - 1}, or neither to make them all"
             )
         if self.partition is not None and self.partitions is None:

@@ -65,7 +65,7 @@ class Trial:
     counts: Counter[str]
     """Chats without one, by reason."""
     dropped: dict[str, int]
-    """By the source."""
+    """Rows that the source dropped, by reason."""
 
 
 def resolve(options: RespondOptions, settings: Settings) -> Responder:
