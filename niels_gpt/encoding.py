@@ -316,7 +316,7 @@ class TextEncoder:
             )
 
     def _with_added(self, ids: NDArray[Any], lengths: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Put `prepend` before and `append` behind each text that has tokens."""
+        """Put `prepend` before and `append` after each text that has tokens."""
         before, behind = ([] if each is None else [each] for each in (self.prepend, self.append))
         if not (before or behind) or not len(ids):
             return ids, lengths

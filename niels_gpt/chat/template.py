@@ -61,7 +61,7 @@ MAX_TEMPLATE = 1 << 20
 """The most characters of a template."""
 MAX_RENDERED = 1 << 29
 """The most characters of a chat times the number of its renderings."""
-_PER_MESSAGE = 64  # a message costs a template as much time as so many characters
+_PER_MESSAGE = 64  # characters that cost a template as much time as a message does
 _PROMPT = "add_generation_prompt"
 _SHOWN = 80  # characters of a text in a message
 _GROUP_COST = 2000  # messages, or thousands of characters, of the chats that are rendered together
@@ -250,7 +250,7 @@ class ChatTemplate:
         ]
 
     def end_of_turn(self) -> str:
-        """Return the literal of the token that the template writes behind a reply; "" if it writes none."""
+        """Return the literal of the token that the template writes after a reply; "" if it writes none."""
         words = _WORDS["assistant"]
         probe = [{"role": role, "content": _WORDS[role]} for role in ("user", "assistant")]
         (text,) = self.texts([Chat("", probe)], prompt=False)

@@ -164,7 +164,7 @@ class TemplateTokenizer(ChatTokenizer):
         return [each if isinstance(each, RefusedChat) else [*self.missing_start(each), *each] for each in found]
 
     def turn_ends(self) -> tuple[int, ...]:
-        """Return the id of the token that the template writes behind a reply, then EOS."""
+        """Return the id of the token that the template writes after a reply, then EOS."""
         end, eos = self._template.end_of_turn(), self.special_token_ids[1]
         ids = self._backend.encoded([end])[0][0] if end else []
         return tuple(dict.fromkeys([*(ids if len(ids) == 1 else []), *([] if eos is None else [eos])]))

@@ -147,7 +147,7 @@ class LocalFiles:
         """Yield groups of recorded sequences; consecutive rows of a file that name the same group are one.
 
         files.rollouts lists the forms of a row, and the reasons to drop one. To know that a group is whole, the row
-        behind it is read; counters and position do not have that row until it is used.
+        after it is read; counters and position do not have that row until it is used.
         partition: yield only its groups, by GROUPS_RULE of files.part. Counts made between two groups belong to the
             second one, so that one partition has them.
         Takes the other arguments of `texts`, and raises its errors.

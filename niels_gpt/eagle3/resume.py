@@ -367,7 +367,7 @@ def _refuse_foreign(cache_dir: PathLike) -> None:
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
-        raise CacheError(folder, "is no folder", "one for the cache", "Name a fresh folder", code="E704")
+        raise CacheError(folder, "is not a folder", "one for the cache", "Name a fresh folder", code="E704")
     paths = [path for path in folder.iterdir() if path != sidecar and not _OF_LOCKS.fullmatch(path.name)]
     if sidecar.is_dir() and not sidecar.is_symlink():
         paths += [path for path in sidecar.iterdir() if not is_lock(path.name)]

@@ -216,9 +216,9 @@ def edge_logprobs(
         temperature: divides the logits.
         chunk: with an lm_head, how many rows have their logits in memory at a time. The backward pass recomputes each
             chunk.
-        entropies: return (log-probs [E], entropies [E]). An entropy, in nats, is of the distribution that predicts the
-            target, at the same temperature, of the same dtype and with its gradient. A logit of -inf counts 0. Edges of
-            one row have equal entropies, and `sample_logprobs` gives them by token.
+        entropies: return (log-probs [E], entropies [E]). An entropy, in nats, belongs to the distribution that predicts
+            the target, at the same temperature, of the same dtype and with its gradient. A logit of -inf counts 0.
+            Edges of one row have equal entropies, and `sample_logprobs` gives them by token.
 
     Raises:
         TreeError (E801): T differs from the forest's, chunk is below 1, or temperature is not a number above 0.

@@ -368,13 +368,13 @@ class _Named:
         return content_sha256(records_of(self.files))
 
     def opened(self) -> FullTokenizer:
-        """Open it. Raises: CacheError for a file that is no tokenizer."""
+        """Open it. Raises: CacheError for a file that is not a tokenizer."""
         return opened(self.path, self.content, self.follow_links)
 
     def about(self, settings: Settings) -> dict[str, Any]:
         """Return its facts for meta.json, also from a meta.json beside it.
 
-        Raises: CacheError for a file that is no tokenizer, or one trained on the sample for other text.
+        Raises: CacheError for a file that is not a tokenizer, or one trained on the sample for other text.
         """
         sha256, known = self.opened().sha256, dict[str, Any]()
         for name in ("tokenizer_meta.json", META_NAME):

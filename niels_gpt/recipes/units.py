@@ -542,7 +542,7 @@ class Units(CacheUnits):
                     self.path,
                     f"its text changed while partition {int(path.name)} was built, which is removed",
                     "the text of the plan",
-                    f"Run the same command when the text no longer changes: it fixes a plan of the text as it is then: "
+                    f"Run the same command when the text no longer changes: it fixes a plan of the text of that time: "
                     f"{self.asked.command()}",
                     code="E306",
                 )
@@ -595,7 +595,7 @@ class Units(CacheUnits):
         found = f"its partitions belong to another plan ({'; '.join([plan.folder.name, *differing[plan.sha256]])})"
         there = settings_of(plan, self.settings, self.source.spec.settings, self.asked.tokenizer_content)
         if there == self.settings:
-            again = f"Build partitions of the source as it is now: {build_command(there, self.key)}"
+            again = f"Build partitions of the current source: {build_command(there, self.key)}"
             return NoPlan(self.path, found, "the source and tokenizer of their builds", again, code="E511")
         return NoPlan(self.path, found, "the flags of their builds", self._seals(there), code="E511")
 

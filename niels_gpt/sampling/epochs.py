@@ -34,7 +34,7 @@ from niels_gpt.storage.versions import version_name
 
 STREAM_VERSION = 1
 """Version of the order: increased when the same seed and number mean another sample."""
-_TOKENS_AHEAD = 1 << 20  # 2 MiB of ids of 16 bits: a half and the double take more time
+_TOKENS_AHEAD = 1 << 20  # 2 MiB of ids of 16 bits
 _BATCHES_AHEAD = 64  # so that the first batch of a stream of short rows does not wait for thousands
 Made = TypeVar("Made")
 
@@ -258,9 +258,9 @@ class EpochStream(Stream[Batch]):
         drop_last: skip the last batch if it is short.
         random_offset: start the windows of a shard at a seeded token from 0 to (n - 1) % T, another one in each epoch.
             Windows of shards where (n - 1) % T is 0 cannot move; warns if they are more than a twentieth of all.
-        documents: batches have the same rows in the same order, and say which tokens are of one document, by the index
-            of the cache: `cu_seqlens`, `position_ids`, `documents` (`piece_ids` is the same). y is -100 where the next
-            token is of another document. No part of the state: a run may resume with or without it.
+        documents: batches have the same rows in the same order, and say which tokens belong to one document, by the
+                index of the cache: `cu_seqlens`, `position_ids`, `documents` (`piece_ids` is the same). y is -100 where
+                the next token belongs to another document. Not part of the state: a run may resume with or without it.
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for the numbers.
         """
         counts: dict[str, Any] = {"global_batch_size": global_batch_size, "rank": rank, "world_size": world_size}

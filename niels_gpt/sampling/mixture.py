@@ -226,7 +226,7 @@ class MixtureStream(Stream[Any]):
             0; a stage after the end of the mixture is never reached.
         when_exhausted: for all streams or for each: "repeat" its epochs without end; "stop" the mixture after one
             epoch; or a number of epochs, after which the other streams take its place. In the block in which a stream
-            ends, the others fill what it lacks of its share: so the shares of a mixture that stops there are not exact.
+            ends, the others fill its missing share, so the shares of a mixture that stops there are not exact.
         drop_last: when the mixture ends, skip the last batch if it is short.
         Raises: ValueError for arguments that do not fit together, CacheError for caches of different tokenizers.
         """

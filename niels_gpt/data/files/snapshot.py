@@ -104,7 +104,7 @@ def take(
     max_text_bytes: int | None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Append the rows of a dataset to `folder`, behind the rows that it has; return the manifest.
+    """Append the rows of a dataset to `folder`, after the rows that it has; return the manifest.
 
     To resume, rows that are kept already are read again and skipped.
     about: dataset, config, revision, licence, attribution, datasets_version and shuffle (None, or seed and buffer).

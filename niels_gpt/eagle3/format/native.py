@@ -333,7 +333,7 @@ class MappedShard:
             found = f"sample {wrong[0]} of the shard has {counts[wrong[0], 0]:,} tokens"
             raise CacheError(path, found, f"1 to the manifest's seq_length, {seq_length:,}", _AGAIN, code="E701")
         if self.has_odd_bits:
-            raise CacheError(path, "loss_bits has bits set behind the last token", "zeros", _AGAIN, code="E701")
+            raise CacheError(path, "loss_bits has bits set after the last token", "zeros", _AGAIN, code="E701")
         stated = row_counts(starts[:, 0], self.loss_mask(0, ends[0]))
         wrong = np.flatnonzero((stated != counts).any(axis=1))
         if len(wrong):

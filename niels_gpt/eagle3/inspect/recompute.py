@@ -50,7 +50,7 @@ is half the sum over the tokens. bf16 arithmetic moves a slot by some hundredths
 _IDENTITY = ("revision", "weights_sha256", "config_sha256")
 _CHUNK_TOKENS = 1024  # of a table of weights, compared at a time
 _CHUNK_ROWS = 64
-_FP8_ERROR = 1 / 16  # of a number, rounded to three bits behind the first
+_FP8_ERROR = 1 / 16  # of a number, rounded to three bits after the first
 _FP8_ROUNDING = 0.03  # of a vector's length: each value is off by a sixteenth of itself at most
 _FREQUENT = 64  # tokens of the drawn samples that are tried first
 _TRIED = 4  # candidates for a sample's first token with which all of it is run
