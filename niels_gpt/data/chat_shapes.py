@@ -6,7 +6,7 @@
 
 The first of SHAPES that a row has is read. A field that is null is absent: rows of parquet have every field.
 
-There are two readings. `messages_of` is for the project's own chats: system, user and assistant, and words alone.
+There are two readings. `messages_of` is for the project's own chats: system, user and assistant, and only words.
 `raw_chat_of` is for other chat templates: a turn keeps its role and all its fields. Both count the parts that a chat
 loses: `unread_field:NAME`, and `contradicting_shape` where another shape of the row gives another chat.
 """
@@ -78,7 +78,7 @@ def messages_of(row: Mapping[str, Any], counters: Counter[str] | None = None) ->
 
     counters: receives the parts that the chat loses.
     Raises: NotAChatError "missing_field" for a row of no known shape; "unknown_role" for a turn with a role that is not
-        in ROLES, such as a tool's; "malformed" for a turn or field that is no text, for a turn that calls a tool or has
+        in ROLES, such as a tool's; "malformed" for a turn or field that is not text, a turn that calls a tool or has
         another weight than 0 and 1, and for a list without turns; "weight_0" for a reply of that weight, since every
         reply carries loss.
 
@@ -206,7 +206,7 @@ def _part_text(part: Any) -> str:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
-    raise NotAChatError(MALFORMED, "a part of a turn's content that is no text")
+    raise NotAChatError(MALFORMED, "a part of a turn's content that is not text")
 
 
 def _kind(value: Any) -> str:
@@ -231,7 +231,7 @@ def raw_chat_of(
     Roles with another name in ROLES become system, user or assistant; every other role stays. A turn of ShareGPT gets
     `role` and `content` in place of `from` and `value`. An empty list of calls is left out, and a `function_call`
     becomes an entry of `tool_calls`. `tools` is a list, or its JSON; without it, `functions` is the list of functions.
-    sparse: leave out null fields at any depth, as in rows of parquet; else null fields of a turn alone.
+    sparse: leave out null fields at any depth, as in rows of parquet; else only null fields of a turn.
     counters: receives the parts that the row loses. Parts of a turn that a template ignores are counted elsewhere.
     Raises: NotAChatError "missing_field" for a row of no known shape; "not_text" for a content with a part that is no
         text, such as a picture; "unknown_role" for a `from` that has no known role; "malformed" for a turn or field of
@@ -286,7 +286,7 @@ def _check_content(content: Any, *, may_be_absent: bool) -> None:
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise NotAChatError(NOT_TEXT, "a part of a turn's content that is no text")
+                raise NotAChatError(NOT_TEXT, "a part of a turn's content that is not text")
     elif not isinstance(content, str | Mapping) and not (content is None and may_be_absent):
         raise NotAChatError(MALFORMED, f"{_kind(content)} in place of a turn's content")
 

@@ -116,7 +116,7 @@ class LocalFiles:
         """Yield chats in order of files and rows, also chats without an assistant's turn.
 
         chat_shapes lists the forms of a row, and the reasons to drop one.
-        raw: yield RawChats, for a chat template. partition: read its rows alone.
+        raw: yield RawChats, for a chat template. partition: read only its rows.
         Takes the other arguments of `texts`, and raises its errors.
         """
         reader = _FileReader(self, source, counters, max_document_bytes, partition, position)
@@ -147,8 +147,8 @@ class LocalFiles:
         """Yield groups of recorded sequences; consecutive rows of a file that name the same group are one.
 
         files.rollouts lists the forms of a row, and the reasons to drop one. To know that a group is whole, the row
-        behind it is read; counters and position do not have that row until it is used.
-        partition: yield its groups alone, by GROUPS_RULE of files.part. Counts made between two groups belong to the
+        after it is read; counters and position do not have that row until it is used.
+        partition: yield only its groups, by GROUPS_RULE of files.part. Counts made between two groups belong to the
             second one, so that one partition has them.
         Takes the other arguments of `texts`, and raises its errors.
         Raises: SourceError E302 for a group of several rows with too many tokens or samples.
@@ -200,7 +200,7 @@ def open_files(
         folders. `~` is the home folder. Hidden files and folders (`.git`, `.obsidian`) are left out, unless the pattern
         names them.
     base: folder that a relative pattern starts from; None: the current folder.
-    rows_only: find .jsonl, .json and .parquet files alone, as chats and rollouts need.
+    rows_only: find only .jsonl, .json and .parquet files, as chats and rollouts need.
     as_text: further suffixes, such as ".tex", of files that are one document. Suffixes match in upper and lower case.
     follow_links: also follow links below the folder, or below the part of a glob before its first wildcard. Each file
         is then listed once, by the path with the fewest links, then the fewest parts, then the first in byte order. The
@@ -267,7 +267,7 @@ def _matches(root: Path, wild: Sequence[str], follow_links: bool, links: list[Pa
 
 
 def _paths(folder: Path, wild: Sequence[str], follow_links: bool, links: list[Path]) -> Iterator[Path]:
-    # The `**` of glob follows links to parent folders: 40 times for one such link, forever for two.
+    # The `**` of glob follows links to parent folders again and again, until the kernel refuses the path.
     if "**" in wild:
         at = wild.index("**")
         for base in _paths(folder, wild[:at], follow_links, links):

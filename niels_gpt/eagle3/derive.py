@@ -127,8 +127,8 @@ def _meta_of(folder: Path, follow_links: bool) -> dict[str, Any]:
     manifest = read_manifest(folder, follow_links=follow_links)
     if not is_native(manifest):
         found = (
-            f"a cache of version {manifest['format_version']}: its distributions are of its own draft vocabulary, and "
-            "what was outside of that is lost"
+            f"a cache of version {manifest['format_version']}: its distributions cover only its own draft "
+            "vocabulary, and the rest is lost"
         )
         remedy = "Run precompute with the other --draft-vocab-size; with --format native the next change needs no run"
         raise CacheError(folder, found, "a native cache", remedy, code="E710")
@@ -224,7 +224,7 @@ class DenseConversion:
         native, layers = self._view.manifest, len(self._view.manifest["aux_layer_ids"])
         if layers != NUM_AUX_LAYERS:
             found = f"{layers} auxiliary layers, and versions 1 and 2 have {NUM_AUX_LAYERS}"
-            remedy = "Run precompute with --format 1 or 2, whose layers are those of EAGLE-3"
+            remedy = "Run precompute with --format 1 or 2, which have the layers of EAGLE-3"
             raise CacheError(manifest_path(cache_dir), found, remedy=remedy, code="E710")
         kept = ("target_model", "target_vocab_size", "draft_vocab_size", "seq_length", "dtype", "aux_layer_ids")
         sizes = {"shard_size": shard_size, "aux_hidden_dim": NUM_AUX_LAYERS * native["hidden_size"]}

@@ -57,7 +57,7 @@ def has_parts(folder: Path) -> bool:
 def known_parts(folder: Path) -> list[Part]:
     """Return the partitions that were ever started in a folder, by N and i.
 
-    Raises: CacheError if .parts is no folder.
+    Raises: CacheError if .parts is not a folder.
     """
     found = (_PART.fullmatch(name) for name in _names(folder))
     parts = [(int(match[1]), int(match[2])) for match in found if match]
@@ -150,7 +150,7 @@ def value_of(record: Any, name: str) -> Any:
 
 
 def part_command(folder: Path, part: Part | None) -> str:
-    """Return the command that builds a partition of a folder, as far as it is known; None: all that is missing."""
+    """Return the command that builds a partition of a folder, as far as is known; for None, all missing shards."""
     flags = ["--resume"] if part is None else ["--partitions", str(part[1]), "--partition", str(part[0] - 1)]
     words = (_settings(folder) or {"command": []})["command"]
     if words[: len(_COMMAND)] != [*_COMMAND]:  # another's words are not printed as a command
@@ -182,7 +182,7 @@ def _settings(folder: Path) -> dict[str, Any] | None:
         if not isinstance(settings["code"], dict) or not isinstance(command, list):
             raise ValueError("code is no object, or command no list")
         if not all(isinstance(word, str) and word.isprintable() for word in command):
-            raise ValueError("command is no list of printable words")
+            raise ValueError("command is not a list of printable words")
         return settings
     except FileNotFoundError:
         return None

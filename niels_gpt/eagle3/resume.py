@@ -190,7 +190,7 @@ def refuse_other_draft(folder: Path, selected: list[int] | None, size: int, *, i
         names.insert(0, "manifest.draft_vocab_size")
     values = f": manifest.draft_vocab_size: {recorded}, now {size}" if recorded != size else ""
     other = f"niels-gpt eagle3 redraft {os.fspath(folder)} OUT makes a cache of another draft vocabulary without a run"
-    remedy = f"{_ORIGINAL}. {other if is_finished else 'Another draft vocabulary is to be stated'}"
+    remedy = f"{_ORIGINAL}. {other if is_finished else 'Another draft vocabulary must be named'}"
     raise CacheError(folder, f"{_MISMATCH} (mismatched fields: {names}){values}", remedy=remedy, code="E703")
 
 
@@ -212,7 +212,7 @@ def _is_of_plan(cache_dir: PathLike, plan: TargetPlan, shards: set[int]) -> bool
     if record is None or in_plan:
         made_by = _plans_named(cache_dir, shards)
         if made_by == {plan.sha256}:
-            state = damage or ("is not that of the shards" if in_plan else "is missing")
+            state = damage or ("is not the plan of the shards" if in_plan else "is missing")
             logger.warning(
                 "%s: %s; it is written again",
                 os.path.join(cache_dir, SIDECAR, PLAN_NAME),
@@ -367,7 +367,7 @@ def _refuse_foreign(cache_dir: PathLike) -> None:
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
-        raise CacheError(folder, "is no folder", "one for the cache", "Name a fresh folder", code="E704")
+        raise CacheError(folder, "is not a folder", "one for the cache", "Name a fresh folder", code="E704")
     paths = [path for path in folder.iterdir() if path != sidecar and not _OF_LOCKS.fullmatch(path.name)]
     if sidecar.is_dir() and not sidecar.is_symlink():
         paths += [path for path in sidecar.iterdir() if not is_lock(path.name)]
@@ -421,7 +421,7 @@ def look_at(cache_dir: PathLike, plan: TargetPlan, shard: int) -> Unit:
     if receipt is None:
         return Unit(shard, "missing", "no receipt")
     if receipt["facts"].get("plan") != plan.sha256:
-        return Unit(shard, "stale", "its receipt is of another plan")
+        return Unit(shard, "stale", "its receipt belongs to another plan")
     sizes = (plan.rows_of(shard), plan.bytes_of(shard), plan.bytes_of(shard))
     if raw != canonical_json(receipt) or (receipt["samples"], receipt["bytes"], size) != sizes:
         return Unit(shard, "damaged", "its size or its receipt is not as the plan has it")

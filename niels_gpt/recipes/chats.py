@@ -42,7 +42,7 @@ _OF_TEMPLATE = ("chat_template", "loss_on")
 def template_text(settings: Settings) -> str | None:
     """Return the text of the template file in the settings; None for the tokenizer's own.
 
-    Raises: FileNotFoundError; CacheError E205 for anything but a file, E407 for a file that is no text or too large.
+    Raises: FileNotFoundError; CacheError E205 for anything but a file, E407 for a file that is not text or too large.
     """
     if settings.chat_template in (None, OF_TOKENIZER):
         return None
@@ -76,8 +76,8 @@ def opened_template(settings: Settings, tokenizer: FullTokenizer, where: Path) -
     """Return the tokenizer of chats by the template in the settings.
 
     where: folder or file of the tokenizer, for messages.
-    Raises: CacheError E408 for a tokenizer without tokenizer.json, E407 for one without a template, or a template file
-        that cannot be read; FileNotFoundError for a missing template file.
+    Raises: CacheError E408 for a tokenizer without tokenizer.json, E407 for one without a template; the errors of
+        `template_text` and `template_tokenizer`.
     """
     named = settings.tokenizer or str(where)
     if tokenizer.kind != "huggingface":

@@ -141,8 +141,8 @@ class CacheUnits(ABC):
         wait: for another builder of the unit, instead of E503.
         progress: receives the items that `counted` names, tokens, and the unit's part of the budget (None without one).
         Raises: ValueError for an unknown number; CacheError E306 if the text is no longer the plan's text, E503 if
-            another process builds the unit, E511 or E712 if this machine has another plan or program than the first
-            one; the errors of the builder.
+            another process builds the unit, E511 if another command removed the plan, E712 (EAGLE-3) if the first
+            partition was started with other settings or another program; the errors of the builder.
         """
         partition = Partition.checked(number, self.settings.partitions)
         if self.plan is None:
@@ -270,7 +270,7 @@ class Units(CacheUnits):
         return self.source.budget(self.settings)
 
     def is_current(self) -> bool:
-        """Return whether the committed cache is of the plan's recipe."""
+        """Return whether the committed cache has the plan's recipe."""
         return is_current(self.path, self.asked.fingerprint)
 
     # --- which plan ---
@@ -429,8 +429,8 @@ class Units(CacheUnits):
 
         Returns None, and does nothing, unless a cache of these settings and this text is sealed. A killed call is
         repeated. The plan is removed at the end, but kept while files stay damaged or missing, for the next unit.
-        progress: as in `build`, whose errors it raises, too.
-        Raises: CacheError E306, before anything is changed, if the unit gives other bytes now.
+        progress: see `build`. Raises: the errors of `build`; CacheError E306, before anything is changed, if the unit
+            gives other bytes now.
         """
         partition, mended = Partition.checked(number, self.settings.partitions), None
         while self.kind.mend is not None and mended is None and is_committed(self.path, self.asked.fingerprint):
@@ -542,7 +542,7 @@ class Units(CacheUnits):
                     self.path,
                     f"its text changed while partition {int(path.name)} was built, which is removed",
                     "the text of the plan",
-                    f"Run the same command when the text no longer changes: it fixes a plan of the text as it is then: "
+                    f"Run the same command when the text no longer changes: it fixes a plan of the text of that time: "
                     f"{self.asked.command()}",
                     code="E306",
                 )
@@ -579,10 +579,10 @@ class Units(CacheUnits):
         there = settings_of(plan, self.settings, self.source.spec.settings, self.asked.tokenizer_content)
         back = "" if there in (None, self.settings) else build_command(there or self.settings, self.key)
         logger.warning(
-            "%s: partitions of another plan are there, and nothing of them is used (%s)%s",
+            "%s: partitions of another plan are there, and none of them is used (%s)%s",
             self.path,
             "; ".join([plan.folder.name, *differences(plan, self.asked)]),
-            f". To go on with them: {back}" if back else "",
+            f". To continue with them: {back}" if back else "",
             extra={"code": "W507"},
         )
 
@@ -592,10 +592,10 @@ class Units(CacheUnits):
             return self._none_there()
         differing = {plan.sha256: differences(plan, self.asked) for plan in plans}
         plan = min(plans, key=lambda plan: len(differing[plan.sha256]))
-        found = f"its partitions are of another plan ({'; '.join([plan.folder.name, *differing[plan.sha256]])})"
+        found = f"its partitions belong to another plan ({'; '.join([plan.folder.name, *differing[plan.sha256]])})"
         there = settings_of(plan, self.settings, self.source.spec.settings, self.asked.tokenizer_content)
         if there == self.settings:
-            again = f"Build partitions of the source as it is now: {build_command(there, self.key)}"
+            again = f"Build partitions of the current source: {build_command(there, self.key)}"
             return NoPlan(self.path, found, "the source and tokenizer of their builds", again, code="E511")
         return NoPlan(self.path, found, "the flags of their builds", self._seals(there), code="E511")
 

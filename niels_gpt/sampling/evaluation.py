@@ -42,11 +42,11 @@ def iter_eval(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Return an iterator over x, y: int64 [b, T], b <= B, contiguous: the windows at stride T of a split's tokens.
 
-    shards_dir, split, and the arguments after device: as for `PretrainSplit`.
+    shards_dir, split, and the arguments after device: see `PretrainSplit`.
     Windows cross shards, so that the result does not depend on the size of the shards, and every token but the first is
     a target exactly once. The last window is padded with x = 0 and y = -100, which cross entropy ignores. For a mean
     over tokens divide the summed loss by `(y != -100).sum()`, not by the number of batches.
-    rank, world_size: of the batches of one process, rank r yields number r, r + world_size, ..., so that each is on one
+    rank, world_size: rank r yields the batches r, r + world_size, ... of one process, so that each batch is on one
         rank. All ranks yield equally many, because forward passes of sharded models wait for each other: ranks without
         a batch in the last round yield one window of x = 0, y = -100. Add up the losses (reduction="sum": a mean of
         such a window is nan) and the numbers of targets, and reduce both over ranks with a sum.
@@ -118,7 +118,7 @@ def bits_per_byte(
     loss_sum: cross entropy in nats, summed over all targets of `iter_eval`, of all ranks. It is divided by ln 2 and by
         the UTF-8 length of the split's texts, from meta.json. (The first token is not a target, but its bytes count;
         end-of-texts are targets without bytes.)
-    shards_dir, split: as for `iter_eval`.
+    shards_dir, split: see `iter_eval`.
     check: refuse a result below 0.001 bits per byte, which no model of text reaches: a mean was passed, not the sum.
     Raises: ValueError for a sum that is negative or not finite, and by `check`; FileNotFoundError; CacheError for an
         sft cache and where meta.json has no byte count.

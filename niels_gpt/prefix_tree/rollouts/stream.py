@@ -52,7 +52,7 @@ class RolloutBin:
     loss_tokens: int
     """M, the supervised tokens of this row."""
     step_loss_tokens: int
-    """Those of the rows of all ranks in this step: what a mean over tokens divides a sum by. It may be 0."""
+    """Targets in the rows of all ranks in this step: a mean over tokens divides a sum by it. May be 0."""
     step_samples: int
     """The samples of all ranks in this step."""
     state: dict[str, Any]
@@ -105,7 +105,7 @@ class _Epoch(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What a rank's bin is made of."""
+    """The parts of a rank's bin."""
 
     planned: _Planned
     is_filler: bool
@@ -117,7 +117,7 @@ class RolloutStream(Stream[RolloutBin]):
     """Bins of a split, epoch after epoch: each sample exactly once an epoch, and a group in one bin where it fits.
 
     A step is the next `world_size` bins; rank r gets the r-th of them, so all ranks have the same number. The bins of a
-    window come in falling size, more or less: rows of a step are about equal, but for the last bins of a window, which
+    window come in falling size, more or less: rows of a step are about equal, except the last bins of a window, which
     may be small, and for a step that crosses into the next window. Where the last step of the stream has fewer bins
     than ranks, the others get filler. The state is the same on every rank, and a run may resume with other ranks and
     workers. See docs/rollouts.md.
@@ -138,11 +138,11 @@ class RolloutStream(Stream[RolloutBin]):
         expect: Mapping[str, Any] | None = None,
         check: Check = "ends",
     ) -> None:
-        """cache, split, tokenizer_sha256, expect, check: as for `RolloutDataset`.
+        """cache, split, tokenizer_sha256, expect, check: see `RolloutDataset`.
 
         max_tokens: the most tokens of a row after folding. A larger group is cut into several bins.
         epochs: how many until the stream ends; None: never.
-        oversize: of a sample with more than max_tokens: "error" refuses the cache here, "own_bin" exceeds the budget.
+        oversize: for a sample with more than max_tokens: "error" refuses the cache here, "own_bin" exceeds the budget.
 
         Raises:
             FileNotFoundError, CacheError: as `RolloutDataset`.

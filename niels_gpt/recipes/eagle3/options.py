@@ -137,7 +137,7 @@ class TargetOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TargetOptions):
-    """What a cache is made of, and how. An option of None follows the rule in its help text."""
+    """The inputs of a cache, and how it is made. An option of None follows the rule in its help text."""
 
     target_name: str | None = _option("", "what manifest.json and the plan call the target", decides=True)
     """None: target_model."""
@@ -248,7 +248,7 @@ class Options(TargetOptions):
         """Raise ValueError if --partition and --partitions are not both given, or contradict each other."""
         if self.partition is None and self.partitions is not None:
             raise ValueError(
-                f"--partitions {self.partitions}: which one is to be made? Pass --partition I, 0 to "
+                f"--partitions {self.partitions}: which one shall be made? Pass --partition I, 0 to "
                 f"{self.partitions - 1}, or neither to make them all"
             )
         if self.partition is not None and self.partitions is None:

@@ -67,7 +67,7 @@ def test_redraft_takes_the_tokens_of_a_file_and_of_a_cache(cache, tmp_path):
 def test_redraft_refuses_what_it_cannot_do_and_leaves_nothing(cache, made, tmp_path):
     asked = ("--draft-vocab-size", 60)
     status, _, errors = eagle3("redraft", made, tmp_path / "out", *asked)
-    assert status == 1 and "error[E710]" in errors and "its distributions are of its own draft vocabulary" in errors
+    assert status == 1 and "error[E710]" in errors and "its distributions cover only its own draft vocabulary" in errors
     status, _, errors = eagle3("redraft", cache, made, *asked)
     assert status == 1 and "error[E704]" in errors
     status, _, errors = eagle3("redraft", cache, tmp_path / "out")
