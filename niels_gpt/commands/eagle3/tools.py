@@ -527,7 +527,7 @@ def _special_ids_of_target(target: str, revision: str | None, config: Any) -> li
 
     try:
         return list(open_tokenizer(target, revision=revision).special_token_ids)
-    except (OSError, ValueError):  # of states alone no tokenizer is needed
+    except (OSError, ValueError):  # states need no tokenizer
         say("note: the target's tokenizer cannot be opened; its special tokens are taken from its config")
     given: list[Any] = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")]
     return [each[0] if isinstance(each, list) and each else each for each in given]

@@ -237,7 +237,7 @@ class Resolved(Target):
     def tokenizer_record(self) -> dict[str, Any]:
         """The plan's `tokenizer`."""
         names = ["sha256", "template_sha256", "mask_by", "pad_id"]
-        if self.options.form == "native":  # redraft chooses another draft vocabulary from the plan alone
+        if self.options.form == "native":  # redraft chooses another draft vocabulary only from the plan
             names.append("special_token_ids")
         return {name: getattr(self.tokenizer, name) for name in names} | self.start_record
 
