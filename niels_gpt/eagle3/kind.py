@@ -106,9 +106,9 @@ class Eagle3Kind(Kind):
         if lists_shards(meta):
             return ""
         return (
-            "Add its shards to it, which runs no target: niels-gpt build eagle3/targets, or the command precompute of "
-            "the folder with --resume; of an imported cache: niels-gpt eagle3 redraft CACHE OUT --draft-vocab-from "
-            "CACHE"
+            "Add its shards to it, without running the target: niels-gpt build eagle3/targets, or the folder's "
+            "precompute command with --resume. For an imported cache: niels-gpt eagle3 redraft CACHE OUT "
+            "--draft-vocab-from CACHE"
         )
 
     def recognizes(self, folder: Path) -> bool:
@@ -277,7 +277,7 @@ class Eagle3Kind(Kind):
 
 def _refuse_val(split: str) -> None:
     if split != "train":
-        raise PositionError(f"split {split!r}: an EAGLE-3 cache is of one piece; leave it out, or name train")
+        raise PositionError(f"split {split!r}: an EAGLE-3 cache has one split: leave it out, or name train")
 
 
 def _lengths(cache: Cache) -> tuple[list[int], list[str], list[int]]:

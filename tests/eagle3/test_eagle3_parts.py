@@ -243,7 +243,7 @@ def test_the_seal_names_what_is_missing_damaged_or_foreign(parts, tmp_path):
 @pytest.mark.parametrize("name", ["sidecar/samples.safetensors", "target_weights.safetensors", "sidecar/batches.jsonl"])
 def test_what_no_shard_holds_is_written_again_by_any_part(parts, name, whole_native):
     flip_bit(parts / name, -1)
-    refused(lambda: seal(parts), "Make a partition again")
+    refused(lambda: seal(parts), "Build a partition again")
     assert make(parts, (2, 3)) == 0
     seal(parts)
     assert whole_tree(parts) == whole_native
