@@ -64,7 +64,7 @@ MAX_PARTITIONS = 100_000
 
 
 class Partition(NamedTuple):
-    """One of the parts of a source that are read and built alone. data/files/part.py decides its files and rows."""
+    """One of the parts of a source, each read and built by itself. data/files/part.py decides its files and rows."""
 
     number: int
     """Number of this partition, from 0."""

@@ -58,7 +58,7 @@ class Settings:
     )
     partitions: int = _setting(
         1,
-        "number of partitions of each cache; each can be built alone, on any machine. It decides the order of the "
+        "number of partitions of each cache; each can be built by itself, on any machine. It decides the order of the "
         "tokens. 1: no partitions",
         least=1,
         most=100_000,

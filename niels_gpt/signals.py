@@ -211,7 +211,7 @@ _TEXTS = (
 SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
     "pretrain": (
         *_TEXTS,
-        Signal(BLANK, "are white space alone", _LOOK),
+        Signal(BLANK, "are only white space", _LOOK),
         Signal(
             OTHER_TEXT_FIELD,
             "have another text in a second of the fields text, content and document",
@@ -273,7 +273,7 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
         Signal(
             "not_prefix_stable",
             "chats left out, since the chat template writes their earlier turns otherwise once others follow",
-            "Let the last reply alone carry loss: `--loss-on last`",
+            "Let only the last reply carry loss: `--loss-on last`",
             unit="messages",
             count=lambda meta, counts: meta.get("dropped", {}).get("not_prefix_stable", 0),
         ),

@@ -101,7 +101,7 @@ def train_tokenizer(
     vocab_size: all ids: sentinels, 256 byte pieces and, for SentencePiece, 3 control pieces included. If the texts give
         fewer, the vocabulary is as large as possible, warning W408 is logged, and the meta has both sizes.
     seed: only recorded (PR-01). Training on all sentences, in order, on one thread draws no random numbers.
-    max_bytes: stop after so many UTF-8 bytes, in the middle of a document; None for no limit.
+    max_bytes: stop after this many UTF-8 bytes, in the middle of a document; None for no limit.
     trained_on: the name of the texts in the meta.
     progress: called with documents read, UTF-8 bytes read, and max_bytes.
     Raises: ValueError for a bad argument; TokenizerError E406 if the vocabulary is too small for the characters, or
@@ -221,7 +221,7 @@ def _check_arguments(
     if kind not in TRAINED_KINDS:
         raise ValueError(f"kind={kind!r}: expected one of {', '.join(TRAINED_KINDS)}")
     if kind == "bpe" and (model_type, normalization, character_coverage) != ("unigram", "identity", 0.9999):
-        raise ValueError("model_type, normalization and character_coverage are of kind='sentencepiece', not of 'bpe'")
+        raise ValueError("model_type, normalization and character_coverage need kind='sentencepiece', not 'bpe'")
     if kind == "sentencepiece" and not 1 <= vocab_size <= MAX_TRAINED_PIECES:
         raise ValueError(f"vocab_size={vocab_size}: expected 1 to {MAX_TRAINED_PIECES}")
     if model_type not in MODEL_TYPES:
@@ -316,7 +316,7 @@ class TrainingTexts:
     """The texts of one training, read once by `pieces` or `documents`: counted, hashed, without reserved literals."""
 
     def __init__(self, texts: Iterable[str], *, max_bytes: int | None, progress: Progress | None) -> None:
-        """max_bytes: stop after so many UTF-8 bytes, in the middle of a text."""
+        """max_bytes: stop after this many UTF-8 bytes, in the middle of a text."""
         self.counts = {
             "documents": 0,
             "documents_with_reserved_literal": 0,

@@ -9,7 +9,7 @@ exchange/       exports and published caches, downstream of the caches
 steps.py        runs the steps: revisions, builds from scratch, turns, logs, errors, materializations
 versions.py     the versions that Dagster compares: code versions, and data versions of inputs
 checks.py       the asset checks, made of the rules of niels_gpt.kinds
-metadata.py     the entries of a finished asset: meta.json key by key, a picture, decoded examples
+metadata.py     the entries of a finished asset's page: figures of the kind, meta.json, a picture, decoded examples
 describe.py     the page of an asset before it is materialized
 automation.py   jobs, the schedule of observations, and the sensors; all off by default
 resources.py    niels_gpt.settings as a run's config, and as environment variables

@@ -209,7 +209,7 @@ def turn(run: Run, path: str) -> AbstractContextManager[None]:
 
 
 def leave_out(context: dg.AssetExecutionContext, deployment: Deployment, error: LeftOut) -> None:
-    """Log why an asset is not materialized, so that its step is skipped; raise `error` in a run of such assets alone.
+    """Log why an asset is not materialized, so that its step is skipped; raise `error` if a run has only such ones.
 
     A run of all assets materializes those that it can: with a tokenizer without sentinels no chats, and without a
     target, or the extra eagle3, nothing of eagle3.
@@ -254,7 +254,7 @@ def step(context: dg.AssetExecutionContext, deployment: Deployment) -> Iterator[
 
 
 class _ToRun(logging.Handler):
-    """Passes what the core logs to a run's log, but for loggers that the instance passes on (python_logs)."""
+    """Passes what the core logs to a run's log, except loggers that the instance passes on (python_logs)."""
 
     def __init__(self, context: dg.AssetExecutionContext) -> None:
         super().__init__(logging.INFO)

@@ -5,7 +5,7 @@ Files:
     formats.py            names, dtypes and constants of every file, which builders take from here; the loss mask of the
                           project's own chats, by their sentinels
     meta.py               writes and reads meta.json; decides which keys readers require, which tokenizer must match
-    checksums.py          compares the blocks of a file with their stored CRC-32
+    checksums.py          compares blocks with their stored CRC-32 when a reader opens or reads a file
 
 Build:
 

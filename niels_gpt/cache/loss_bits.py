@@ -87,7 +87,7 @@ class LossBits:
             token = int(starts[wrong[0]])
             begins = f"with which example {first + wrong[0]} begins by {idx_name}"
             found = f"token {token} carries loss (byte {token >> 3}), {begins}"
-            why = "Nothing predicts it: the bits or the offsets are of other tokens, or damaged"
+            why = "Nothing predicts it: the bits or the offsets belong to other tokens, or are damaged"
             raise CacheError(self.path, found, remedy=f"{why}. {REBUILD}", code="E201")
 
     def flat(self, begins: Numbers, ends: Numbers) -> NDArray[np.bool_]:
@@ -155,7 +155,7 @@ class LossBits:
 
 
 def num_bytes_of(tokens: Numbers) -> Numbers:
-    """Return the bytes of the bits of so many tokens, of each number."""
+    """Return the bytes that hold the loss bits of each number of tokens."""
     return (tokens + 7) >> 3
 
 

@@ -386,7 +386,7 @@ def _open_tokenizer(folder: Path, sha256: str | None, _file: tuple[int, ...]) ->
 
     beside = tokenizer_above(folder)
     if beside is None:
-        remedy = "Decode `ids` with the tokenizer that they are of"
+        remedy = "Decode `ids` with the tokenizer that made them"
         raise CacheNotFound(
             f"{version_name(folder)}: ids have no text here: there is no tokenizer/ beside this cache. {remedy}"
         )

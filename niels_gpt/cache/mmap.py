@@ -428,7 +428,7 @@ def check_starts(
         wrong = int(is_role.argmin())
         begins = f"with which example {first + wrong} begins by {idx_path.name}"
         expected = f"the sentinel of a role ({', '.join(map(str, roles))})"
-        why = "The offsets are of other tokens, or one of both files is damaged"
+        why = "The offsets belong to other tokens, or one of the two files is damaged"
         found = f"token {starts[wrong]}, {begins}, is id {firsts[wrong]}"
         raise CacheError(tokens_path, found, expected, f"{why}. {REBUILD}", code="E203")
 

@@ -63,10 +63,10 @@ class PretrainSplit(Reader):
         tokenizer_sha256: raise CacheError unless the cache was built with this model.
         expect: an earlier `fingerprint`; raise CacheError unless the split still has it.
         io: "mmap", or "pread" for network file systems.
-        dtype: "uint16" or "uint32", of token files without a meta.json; None: uint16. A meta.json must not contradict.
+        dtype: "uint16" or "uint32", for token files without a meta.json; None: uint16. It must agree with a meta.json.
         in_order: windows will be read one after the other, not at random.
         check: compare the checksums of each file's ends once a process, or with "blocks" of each block at its first
-            read, which makes that read slower. Caches without checksums are compared by sizes alone; `repr` says so.
+            read, which makes that read slower. For caches without checksums only sizes are compared; `repr` says so.
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for another split, io, dtype or check.
         """
         cache, name = named_split(shards_dir, split)
@@ -374,7 +374,7 @@ def recycled_int64(shape: tuple[int, ...]) -> NDArray[np.int64]:
     """Return an uninitialized array, in the memory of an earlier one of that size if possible.
 
     Large arrays get fresh pages each time, whose page faults cost several times as much as filling the arrays.
-    The memory of an array is reused when the array, its views, and the tensors made of them are deleted; the memory
+    The memory of an array is reused when the array, its views, and the tensors made from them are deleted; the memory
     of at most two arrays is kept.
     """
     memory = _unused_memory(math.prod(shape))

@@ -102,7 +102,7 @@ class Reader:
 
 
 def named_split(path: str | os.PathLike[str], split: str | None) -> tuple[Path, str | None]:
-    """Return a cache and the name of a split of it, by its path and `split`, or by CACHE/SPLIT alone.
+    """Return a cache and the name of a split of it, by its path and `split`, or only by CACHE/SPLIT.
 
     path: ~ is the home folder. The name is None where nothing says it: `path` is then a cache, or a split's folder of
     another name, as other tools make it.

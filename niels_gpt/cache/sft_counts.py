@@ -78,7 +78,7 @@ class SFTRows:
 
 
 def windows_of(lengths: Numbers, T: int) -> Numbers:
-    """Return how many rows examples of so many tokens are split into: int64, at least 1."""
+    """Return the number of rows that an example of each length is split into: int64, at least 1."""
     return np.maximum(-(-(lengths - 1) // T), 1)
 
 

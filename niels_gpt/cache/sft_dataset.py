@@ -62,9 +62,10 @@ class SFTExampleDataset(DecodedItems):
     ) -> None:
         """tokens_path, idx_path: a split's token file and offsets, such as train_tokens.bin and train_idx.npy.
 
-        eot_id: the end-of-text sentinel, which also pads rows; of a cache with loss bits any id, which only pads.
+        eot_id: id of the end-of-text sentinel, which also pads rows; for a cache with loss bits any id, which only
+            pads.
         asst_id: id of the assistant sentinel; by default from meta.json beside the tokens, else from the cache's
-            tokenizer/meta.json (D1). A cache with loss bits has none: there it is refused.
+            tokenizer/meta.json (D1). Refused for a cache with loss bits, which needs none.
         tokenizer_sha256: raise CacheError unless the cache was built with this model.
         over_length: see `OverLength`.
         require_targets: leave out examples without a target in their first T + 1 tokens.
@@ -114,7 +115,7 @@ class SFTExampleDataset(DecodedItems):
     ) -> SFTExampleDataset:
         """Open a split of an sft cache, whose meta.json has the sentinels. cache_dir, split: as for `SFTSplit`.
 
-        Other arguments: as for `SFTExampleDataset`. Raises: as there; CacheError for a cache of another kind, and if no
+        Other arguments: see `SFTExampleDataset`. Raises: its errors; CacheError for a cache of another kind, and if no
             meta.json has the id of the eot sentinel; ValueError for another split.
         """
         tokens_path, idx_path, eot_id = files_of(cache_dir, split)

@@ -86,9 +86,10 @@ class SFTSplit(Reader):
     ) -> SFTSplit:
         """Open a token file and its offsets, of any names, also without a meta.json.
 
-        pad_id: what rows are padded with; without loss bits the end-of-text sentinel. asst_id: the assistant sentinel,
+        pad_id: id that pads rows; without loss bits the end-of-text sentinel. asst_id: the assistant sentinel,
         by default from meta.json beside the tokens, else from the cache's tokenizer/meta.json (D1). options: as above.
-        Raises: as above; ValueError for an id outside the vocabulary, and for an asst_id where loss is in bits.
+        Raises: the errors of `SFTSplit`; ValueError for an id outside the vocabulary, and for an asst_id with loss
+            bits.
         """
         split = cls.__new__(cls)
         split._open_files(Path(tokens_path), Path(idx_path), pad_id=pad_id, asst_id=asst_id, **options)
@@ -209,7 +210,7 @@ class SFTSplit(Reader):
         return ids
 
     def is_target(self, ids: Ids, begins: Numbers, ends: Numbers) -> NDArray[np.bool_]:
-        """Return which tokens of ranges carry loss: bool [sum]. ids: what `read` gives for them."""
+        """Return which tokens of ranges carry loss: bool [sum]. ids: from `read`."""
         if self._bits is not None:
             return self._bits.flat(begins, ends)
         opened = self._opened(begins)
@@ -238,7 +239,7 @@ class SFTSplit(Reader):
     def masked(
         self, rows: Ids, begins: Numbers, ends: Numbers, *, whole: bool = False, opened: NDArray[np.bool_] | None = None
     ) -> Numbers:
-        """Return rows[:, 1:] with -100 where there is no loss: int64 [B, width - 1]. rows: what `padded` gives.
+        """Return rows[:, 1:] with -100 where there is no loss: int64 [B, width - 1]. rows: from `padded`.
 
         whole: every range begins its example, so that nothing before it is looked at. opened: bool [B], whether each
         range begins inside a reply, where that is known already.
@@ -271,9 +272,9 @@ class SFTSplit(Reader):
         return {"asst_id": self.asst_id, "eot_id": self.pad_id}
 
     def check_starts(self, first: int, begins: Numbers, ids: Ids | None) -> None:
-        """Raise CacheError where examples first, first + 1, ... do not begin as examples do: the offsets are of others.
+        """Raise CacheError where examples first, first + 1, ... do not begin like examples: wrong offsets.
 
-        begins: their first tokens; ids: the tokens from the first of these on, which only a split without bits needs.
+        begins: their first tokens. ids: the tokens from begins[0] on, needed only without loss bits.
         With bits no first token carries loss; else it is the sentinel of a role, if the ids of all roles are known.
         """
         if self._bits is not None:

@@ -2,7 +2,7 @@
 
     tokenizers.py          opens the tokenizer of a target or a cache, with its chat template or the project's format
     protocol.py            a chat, its ids and mask, and what makes them; the counters of chats that are dropped
-    chats.py               which values a chat may hold, which turns carry loss, what a rendered text leaves out
+    chats.py               which values a chat may hold; which turns carry loss: replies, calls of tools; unused words
     template_tokenizer.py  chats -> ids and mask by a template; which tokens a span of characters supervises
     template.py            which characters of a chat carry loss, for a template with marks and for one without
     rendering.py           sends templates and chats to a process of their own, and ends it at a limit

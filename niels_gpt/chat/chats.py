@@ -5,7 +5,7 @@
     assistant             turns that call no tool
     assistant,tool_calls  every turn
     tool_calls            turns that call a tool
-    last                  the last turn alone, with or without a call
+    last                  only the last turn, with or without a call
 
 A turn with both words and calls is one that calls a tool. A call counts without a function name too.
 """

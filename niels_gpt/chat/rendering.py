@@ -1,7 +1,7 @@
 """Render chat templates in another process, which a template can neither hang nor fill (worker.py).
 
 One such process serves all templates of this process. It starts with the first chat, and again after a template has
-exceeded a limit. A text depends on template, chat and variables alone, so any process gives the same.
+exceeded a limit. A text depends only on template, chat and variables, so any process gives the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from niels_gpt.chat.protocol import Chat
 from niels_gpt.storage.errors import TemplateError, WorkerDied
 
 Job = tuple[int, int, dict[str, Any]]
-"""Number of the chat, how many of its messages to render, variables of this job alone."""
+"""Number of the chat, how many of its messages to render, variables of only this job."""
 Outcome = tuple[str, str]
 """A kind and a text: text, the rendering; syntax or raised, jinja's error; long, the number of characters."""
 

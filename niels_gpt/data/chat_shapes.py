@@ -6,7 +6,7 @@
 
 The first of SHAPES that a row has is read. A field that is null is absent: rows of parquet have every field.
 
-There are two readings. `messages_of` is for the project's own chats: system, user and assistant, and words alone.
+There are two readings. `messages_of` is for the project's own chats: system, user and assistant, and only words.
 `raw_chat_of` is for other chat templates: a turn keeps its role and all its fields. Both count the parts that a chat
 loses: `unread_field:NAME`, and `contradicting_shape` where another shape of the row gives another chat.
 """
@@ -231,7 +231,7 @@ def raw_chat_of(
     Roles with another name in ROLES become system, user or assistant; every other role stays. A turn of ShareGPT gets
     `role` and `content` in place of `from` and `value`. An empty list of calls is left out, and a `function_call`
     becomes an entry of `tool_calls`. `tools` is a list, or its JSON; without it, `functions` is the list of functions.
-    sparse: leave out null fields at any depth, as in rows of parquet; else null fields of a turn alone.
+    sparse: leave out null fields at any depth, as in rows of parquet; else only null fields of a turn.
     counters: receives the parts that the row loses. Parts of a turn that a template ignores are counted elsewhere.
     Raises: NotAChatError "missing_field" for a row of no known shape; "not_text" for a content with a part that is no
         text, such as a picture; "unknown_role" for a `from` that has no known role; "malformed" for a turn or field of

@@ -40,13 +40,13 @@ def iter_fineweb_edu(
 ) -> Iterator[PretrainSample]:
     """Yield FineWeb-Edu documents (PR-02), empty ones included.
 
-    name: the dataset's config. In a mirror its folder, `<name>/` or `data/<name>/`, is read alone if it exists.
+    name: the dataset's config. In a mirror its folder, `<name>/` or `data/<name>/`, is the only one read, if it exists.
     shuffle: use the hub library's own seeded shuffle (D8). Rows of a mirror or the sample come in file order; the cache
         builder shuffles these in a buffer of its own.
     counters: receives dropped and repaired rows, by reason. Rows larger than `max_document_bytes` count as "too_large",
         rows that cannot be read as "unreadable_row", rows without a text as "missing_field".
     follow_links: follow links below the mirror's folder; otherwise they count as "links_not_followed".
-    partition: read its rows alone: see data.files.part. The hub is then streamed, with the seed Partition.seed.
+    partition: read only its rows: see data.files.part. The hub is then streamed, with the seed Partition.seed.
     Raises: SourceNotFound E301 if a mirror has no such files; SourceError E302 for a damaged file; SourceError E303 at
         the end if rows were dropped and none is left.
     """

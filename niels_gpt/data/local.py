@@ -116,7 +116,7 @@ class LocalFiles:
         """Yield chats in order of files and rows, also chats without an assistant's turn.
 
         chat_shapes lists the forms of a row, and the reasons to drop one.
-        raw: yield RawChats, for a chat template. partition: read its rows alone.
+        raw: yield RawChats, for a chat template. partition: read only its rows.
         Takes the other arguments of `texts`, and raises its errors.
         """
         reader = _FileReader(self, source, counters, max_document_bytes, partition, position)
@@ -148,7 +148,7 @@ class LocalFiles:
 
         files.rollouts lists the forms of a row, and the reasons to drop one. To know that a group is whole, the row
         behind it is read; counters and position do not have that row until it is used.
-        partition: yield its groups alone, by GROUPS_RULE of files.part. Counts made between two groups belong to the
+        partition: yield only its groups, by GROUPS_RULE of files.part. Counts made between two groups belong to the
             second one, so that one partition has them.
         Takes the other arguments of `texts`, and raises its errors.
         Raises: SourceError E302 for a group of several rows with too many tokens or samples.
@@ -200,7 +200,7 @@ def open_files(
         folders. `~` is the home folder. Hidden files and folders (`.git`, `.obsidian`) are left out, unless the pattern
         names them.
     base: folder that a relative pattern starts from; None: the current folder.
-    rows_only: find .jsonl, .json and .parquet files alone, as chats and rollouts need.
+    rows_only: find only .jsonl, .json and .parquet files, as chats and rollouts need.
     as_text: further suffixes, such as ".tex", of files that are one document. Suffixes match in upper and lower case.
     follow_links: also follow links below the folder, or below the part of a glob before its first wildcard. Each file
         is then listed once, by the path with the fewest links, then the fewest parts, then the first in byte order. The

@@ -88,7 +88,7 @@ def iter_oasst1_trees(
     Holds every message in memory. A message without a text, a role, an id or a tree is dropped and counts as
     "missing_field".
     split: "all" reads every upstream split.
-    partition: hold and yield its trees alone, by TREES_RULE of data.files.part. Each partition reads all messages; the
+    partition: hold and yield only its trees, by TREES_RULE of data.files.part. Each partition reads all messages; the
         first one counts dropped messages.
     Takes the other arguments of `iter_fineweb_edu`, and raises its errors.
     """

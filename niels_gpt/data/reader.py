@@ -266,7 +266,7 @@ class Position:
         return self.number("row") if file == self.number("file") else 0
 
     def set(self, file: int, row: int, **numbers: int) -> None:
-        """Record the row that was read, before a sample is made of it."""
+        """Record the row that was read, before a sample is made from it."""
         self._shared.update(numbers, file=file, row=row)
 
     def set_all(self, file: int, rows: Sequence[int], **numbers: Sequence[int]) -> dict[str, list[int]]:

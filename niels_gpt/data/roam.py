@@ -105,7 +105,7 @@ def notes_by_split(
     """Yield train and val with their notes. `split_roam_paths` splits distinct texts; equal notes follow the first.
 
     Every note is read for the split, then once more when it is yielded: only 16 bytes of each are held.
-    partition: yield and count its notes alone.
+    partition: yield and count only its notes.
     """
     read = partial(iter_notes, folder=folder, max_document_bytes=max_document_bytes)
     part = FilePart(partition, len(paths))

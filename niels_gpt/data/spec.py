@@ -2,7 +2,7 @@
 
 The commands, the recipes, the training of the tokenizer, snapshots, the disk estimate and the Dagster assets read these
 rows. A setting of a source, such as its dataset id, a token budget or a filter, is a field of niels_gpt/settings.py
-that its row names: a flag is made of it.
+that its row names: a flag is made from it.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class UpstreamRows(SourceReader):
     ) -> Iterator[Piece]:
         """Yield the rows of a split, from a mirror's files or from the hub.
 
-        config, streaming, revision, shuffle_seed, shuffle_buffer: for the hub alone.
+        config, streaming, revision, shuffle_seed, shuffle_buffer: only for the hub.
         all_splits: the splits that "all" stands for on the hub.
         folder: in the mirror; "": the dataset's id. inner_folders, suffixes, follow_links: see mirrors.split_files.
         book_suffixes: endings of a mirror's files that are one document each.

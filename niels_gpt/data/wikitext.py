@@ -43,7 +43,7 @@ def iter_wikitext(
     """Yield the lines of one split in order, each with its newline; "val" means validation (PR-02).
 
     Blank lines are skipped and count as "blank". meta["index"] is the row's number in the split, blank rows included.
-    config: in a mirror a folder of this name is read alone if it exists.
+    config: in a mirror only the folder of this name is read, if it exists.
     position: where to resume in a mirror's files, without `take`: see reader.Position.
     Takes the other arguments of `iter_fineweb_edu`, and raises its errors.
     """

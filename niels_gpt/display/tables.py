@@ -70,7 +70,7 @@ def table(rows: Sequence[tuple[str, ...]], columns: int | None = None) -> str:
 
 
 def _fitting(rows: Sequence[tuple[str, ...]], columns: int) -> tuple[list[int], str]:
-    """Return how wide each column of a table is in lines of so many columns, and the space between two."""
+    """Return the width of each column of a table that fits into `columns` characters, and the space between two."""
     sizes, least, longer = list[int](), list[int](), list[list[int]]()
     for cells in zip(*rows, strict=True):
         longer.append(sorted(map(size_of, cells)))
@@ -99,7 +99,7 @@ def _fitting(rows: Sequence[tuple[str, ...]], columns: int) -> tuple[list[int], 
 
 
 def folded(text: str, columns: int | None = None, indent: str = "") -> list[str]:
-    """Return a line of text as lines of at most so many columns, cut at spaces; those after the first are indented.
+    """Cut a line of text at spaces into lines of at most `columns` characters; indent all but the first.
 
     A longer word has a line of its own, and so has a command such as `niels-gpt verify CACHE`. Colours take no column.
     columns: `width()` if not given.

@@ -277,7 +277,7 @@ class Eagle3Kind(Kind):
 
 def _refuse_val(split: str) -> None:
     if split != "train":
-        raise PositionError(f"split {split!r}: an EAGLE-3 cache has one split: leave it out, or name train")
+        raise PositionError(f"split {split!r}: an EAGLE-3 cache has no splits; leave it out, or name train")
 
 
 def _lengths(cache: Cache) -> tuple[list[int], list[str], list[int]]:

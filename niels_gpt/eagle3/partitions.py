@@ -150,7 +150,7 @@ def value_of(record: Any, name: str) -> Any:
 
 
 def part_command(folder: Path, part: Part | None) -> str:
-    """Return the command that builds a partition of a folder, as far as it is known; None: all that is missing."""
+    """Return the command that builds a partition of a folder, as far as is known; for None, all missing shards."""
     flags = ["--resume"] if part is None else ["--partitions", str(part[1]), "--partition", str(part[0] - 1)]
     words = (_settings(folder) or {"command": []})["command"]
     if words[: len(_COMMAND)] != [*_COMMAND]:  # another's words are not printed as a command

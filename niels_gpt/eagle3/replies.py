@@ -54,7 +54,7 @@ from niels_gpt.storage.meta_json import open_regular, parse_object, read_regular
 STOP, LENGTH, CONTEXT = "stop", "length", "context"
 """Why a reply ends: with a token that ends a turn, after max_new_tokens, or at the model's last position."""
 TURNS: Final = ("all", "last")
-"""Which of the assistant's turns are replaced: each of them, or the last alone, with the others as they are."""
+"""Which of the assistant's turns are replaced: each of them, or only the last."""
 FORMS: Final = ("messages", "ids")
 """A row for each chat, with its messages; or a row for each reply, with the ids of prompt and reply and a loss mask."""
 MESSAGES: Final = FORMS[0]

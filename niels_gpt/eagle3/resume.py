@@ -424,7 +424,7 @@ def look_at(cache_dir: PathLike, plan: TargetPlan, shard: int) -> Unit:
     if receipt is None:
         return Unit(shard, "missing", "no receipt")
     if receipt["facts"].get("plan") != plan.sha256:
-        return Unit(shard, "stale", "its receipt is of another plan")
+        return Unit(shard, "stale", "its receipt belongs to another plan")
     sizes = (plan.rows_of(shard), plan.bytes_of(shard), plan.bytes_of(shard))
     if raw != canonical_json(receipt) or (receipt["samples"], receipt["bytes"], size) != sizes:
         return Unit(shard, "damaged", "its size or its receipt differs from the plan")

@@ -26,7 +26,7 @@ from niels_gpt.storage.meta_json import read_regular, shortened
 FEW = 0.05
 """Share of the supervised slots: fewer positions give a warning."""
 ENOUGH = 10_000
-"""Supervised slots: a run stops after so many without a position."""
+"""A run stops after this many supervised slots without a position."""
 REMEDY = (
     "Count the draft vocabulary from these samples (leave out --draft-vocab-from), or take a larger one "
     "(--draft-vocab-size, the setting eagle3_draft_vocab_size). Build that cache in a fresh folder"

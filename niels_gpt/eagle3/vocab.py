@@ -143,7 +143,8 @@ def load_token_mapping(
     path: a file of `save_token_mapping`, a JSON file, the folder of eagle3/draft_vocab, or a cache.
     draft_vocab_size: required number of tokens; None: any.
     Returns: selected_token_ids int64 [D], and selected_token_mask bool [V].
-    Raises: FileNotFoundError; CacheError E707 for a damaged file, other content or other sizes.
+    Raises: FileNotFoundError; CacheError E707 for a file that cannot be read or fits another vocabulary size, E201 if
+        its sha256 is not the one in the cache's meta.json.
     """
     where = os.fspath(path)
     has_file = os.path.lexists(os.path.join(where, MAPPING_NAME))

@@ -6,6 +6,6 @@ journal.py      hashed files that only grow; the format of checkpoints on disk, 
 stream.py       the stream of items in chunks: shuffled order, the state to resume from, batches encoded in parallel
 split.py        which item goes to val (D5), token budgets, how duplicates are counted
 losses.py       counts the losses of an encoding (no training loss): changed texts, unknown ids, empty replies
-units.py        a cache in units: the plan that all share, the state of each by its receipt, the seal
+units.py        a cache in units: the file of the plan, the state of each unit by its receipt, the seal
 meta.py         the keys of meta.json that every cache has; the identity under which a build resumes
 """

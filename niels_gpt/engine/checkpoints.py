@@ -31,7 +31,7 @@ from niels_gpt.storage.versions import LOCK_NAME, VERSION_DIGITS
 T = TypeVar("T")
 
 CHECKPOINT_SECONDS = 2.0
-"""A killed build loses at most so many seconds of work, and one batch. A checkpoint costs a few fsyncs."""
+"""A killed build loses at most this many seconds of work, and one batch. A checkpoint costs a few fsyncs."""
 _SHARE_OF_RUN, _COSTS = 0.5, 10
 """A new run takes its first checkpoints sooner: after half of its time so far, but not before 10 times their cost."""
 TEXTS = "texts.bin"

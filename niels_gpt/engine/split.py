@@ -215,7 +215,7 @@ class TokenBudget:
 def count_duplicates(*paths: Path, folder: Path | None = None, max_digests: int = MAX_DIGESTS) -> int:
     """Return how many of the 8-byte digests in `paths` equal an earlier one there.
 
-    max_digests: about as many are in memory. The files are read once for each range of so many digests.
+    max_digests: most digests in memory, about. The files are read once for each range of that many digests.
     folder: with more than 4 ranges, the digests are instead written once, sorted by range, to an unnamed file here.
     """
     count = sum(path.stat().st_size // _DIGEST_DTYPE.itemsize for path in paths)

@@ -246,7 +246,7 @@ class Batch(Generic[T]):
 def batches(
     chunks: Iterable[Chunk[T]], *, texts: Callable[[list[T]], list[list[bytes | str]]], first: int = 0
 ) -> Iterator[Batch[T]]:
-    """Group items into batches of at most BATCH_ITEMS items and BATCH_CHARS characters. A longer item is a batch alone.
+    """Group items into batches of at most BATCH_ITEMS items and BATCH_CHARS characters. A longer item has its own.
 
     texts: returns the texts of each item. first: number of the first item.
     """

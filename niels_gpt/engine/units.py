@@ -1,4 +1,4 @@
-"""A cache in units (users say partitions): each is built alone, on any machine, and the seal joins them into one cache.
+"""A cache in units (users say partitions): each is built by itself, on any machine; the seal joins them into a cache.
 
 plan.json fixes everything that the units share. The first machine writes it, and nobody changes it. A unit is a cache
 of its own in the plan's folder. Its meta.json is its receipt, and names the plan's sha256. A kind of cache says how a
@@ -329,7 +329,7 @@ class UnitKind(Looks[PartitionPlan]):
     """Takes the folder to write to, the plan, the source, and the folder and receipt of each unit in order. Writes all
     files of the cache, then meta.json; returns the meta."""
     warn: Callable[[Path, Meta], None]
-    """Takes the cache's path and its meta. Logs the warnings that no unit could give alone."""
+    """Takes the cache's path and its meta. Logs the warnings that no single unit can give."""
     mend: Mend | None = None
     """Takes the folder of a sealed version, its meta, and the folder and receipt of each unit that was built again, by
     number. Replaces damaged files. None: a damaged cache is built again as a whole."""
@@ -423,12 +423,12 @@ def _claim(plan: PartitionPlan, kind: UnitKind, number: int, meta: Meta) -> tupl
     if meta.get("kind") != kind.name or not isinstance(claim, dict):
         return "foreign", f"its {META_NAME} is no receipt of a partition"
     if claim.get("plan") != plan.sha256 or claim.get("total") != plan.total:
-        return "stale", "its receipt is of another plan"
+        return "stale", "its receipt belongs to another plan"
     made, ours = (meta.get("format_version"), meta.get("builder_version")), BUILDER_VERSIONS[kind.name]
     if made != (FORMAT_VERSION, ours):
         return "stale", f"made by version {made[1]!r:.20} of the builder, not {ours}"
     if meta.get("tokenizer_sha256") != plan.content["tokenizer_sha256"]:
-        return "stale", "its ids are of another tokenizer than the plan's"
+        return "stale", "another tokenizer than the plan's made its ids"
     if claim.get("number") != number or type(claim["number"]) is not int:
         return "doubled", f"its receipt claims number {claim.get('number')!r:.20}"
     return None
@@ -455,7 +455,7 @@ def states_of(plan: PlanT, kind: Looks[PlanT], *, deep: bool = False, progress: 
 def _origin(receipt: Meta) -> tuple[str, bytes]:
     """Return a unit's content and the place where its source ended, if known: two units cannot have both in common.
 
-    Equal content alone does not prove that a receipt was copied: two files of a source may be equal.
+    Equal content does not prove that a receipt was copied: two files of a source may be equal.
     """
     return receipt["content_sha256"], canonical_json(receipt["partition"].get("end"))
 
@@ -531,7 +531,7 @@ def seal(
 ) -> Meta:
     """Join all units into the cache at `plan.path`, commit it, remove the plan's folder, and return its meta.json.
 
-    Takes `build_lock(plan.path)`. The bytes depend on the receipts alone. A seal that was killed can be repeated.
+    Takes `build_lock(plan.path)`. The bytes depend only on the receipts. A seal that was killed can be repeated.
     source: name, config, streaming and from_scratch as for `build_pretrain`. provenance: the key `source` of the meta
         without `counters`, which are the sums over the receipts. position and counters are not used.
     deep: compare the sha256 of every file of every unit; otherwise sizes. wait: wait for the lock, as in `build_lock`.

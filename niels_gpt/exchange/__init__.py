@@ -2,7 +2,7 @@
 
 output.py       the cache that an export reads: token files, borders, loss; the folder that it writes: links, copies
 exporting.py    export: a cache -> a folder of another tool, with a manifest
-foreign.py      the folder that an import reads: token files, borders, loss, and the manifest of an earlier export
+foreign.py      the folder that an import reads: which files are val, borders, loss, the manifest of an earlier export
 importing.py    import: a folder of another tool -> a version of a cache
 assembling.py   writes all files of a cache from files of tokens: for imports, and for a staged part of a cache
 texts.py        counts the bytes of text in an assembled cache, and checks that its ids come back

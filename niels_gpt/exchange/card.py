@@ -1,4 +1,4 @@
-"""Write the card of a cache, README.md of a dataset repository on the hub, from its meta.json alone.
+"""Write the card of a cache, README.md of a dataset repository on the hub, using only its meta.json.
 
 Licences, names and reasons come from strangers: the text escapes them for Markdown, and the YAML at the top takes only
 letters, digits, hyphens and dots from them.

@@ -176,7 +176,7 @@ def _compare_with_manifest(
 def kind_of(source: Path, folder: ForeignFolder) -> Kind:
     """Return sft if the files say which tokens carry loss, else pretrain.
 
-    Raises: CacheError E221 if only some files say so, or no file is of train.
+    Raises: CacheError E221 if only some files have loss, or no file belongs to train.
     """
     with_loss = [file for file in folder.files if file.loss is not None]
     if with_loss and len(with_loss) != len(folder.files):

@@ -111,7 +111,7 @@ def _tokenizer_matches(
     about = read_meta(str(version / META_NAME))
     recorded = about.get("tokenizer_sha256")
     if recorded != expected:
-        problem = f"ids of tokenizer {expected[:12]}, but {tokenizer / META_NAME} is of tokenizer {str(recorded)[:12]}"
+        problem = f"ids of tokenizer {expected[:12]}, but {tokenizer / META_NAME} names tokenizer {str(recorded)[:12]}"
         yield CacheError(where, problem, remedy=again, code="E402")
     name = FILE_OF.get(str(about.get("tokenizer_kind")), MODEL_NAME)
     model = tokenizer / name

@@ -3,7 +3,7 @@
 The row and its supervision:
 
     fold.py             public (the spec's): one prompt and its completions, one label per row; the collate function
-    forest.py           PrefixForest: the row, its positions and mask for any tree; ForestStats: what folding saves
+    forest.py           PrefixForest: the row and its positions for any tree; ForestStats: what folding saves
     sequences.py        which input is accepted: ids and masks as arrays, message trees as threads
     radix.py            the radix tree of sequences and its pre-order, in integers
     edges.py            LossEdges: which row predicts which target, with which weight; log-probs and losses from logits

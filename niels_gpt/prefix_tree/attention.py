@@ -151,7 +151,7 @@ def hf_forward(model: nn.Module) -> HfForward:
 
     The function returns logits [1, T, V]; `.model` is the model. It converts the mask to the form that the model takes,
     sliding windows included: to segments if the model is set to "prefix_tree" and the mask is a forest. It runs a plain
-    sample (causal mask, positions from 0) by its ids alone, so that `verify_fold` compares a fold with the model itself
+    sample (causal mask, positions from 0) only by its ids, so that `verify_fold` compares a fold with the model itself
     and not with the rules of this module. It raises AttentionRouteError (E802) where `model_inputs` does, and for
     arguments of another form.
     """
@@ -205,7 +205,7 @@ def _by_segments(traits: Architecture, forest: PrefixForest, inputs: Mapping[str
     if inputs.get("attention_mask") is not None:
         raise _wrong("attention_mask", inputs["attention_mask"], "none beside prefix_tree, which is the mask")
     if not np.array_equal(given.subtree_end, forest.subtree_end.numpy(force=True)):
-        raise _wrong(NAME, given, "Segments.from_forest(forest), and these are of another tree")
+        raise _wrong(NAME, given, "Segments.from_forest(forest); these belong to another tree")
     return True
 
 
@@ -272,7 +272,7 @@ def _check_mask(name: str, mask: Any, forest: PrefixForest, window: int | None, 
 def guard(forest: PrefixForest, model: nn.Module) -> Iterator[None]:
     """Check each forward of `model` in the block by `check_model_inputs`, before it runs.
 
-    Checks a call of the body alone too (`model.base_model`, such as `model.model` of a Llama). In a wrapped model
+    Also checks a call of only the body (`model.base_model`, such as `model.model` of a Llama). In a wrapped model
     (torch.compile, DataParallel, PEFT) it checks the arguments of the model inside; if an earlier compiled graph skips
     its hooks, it checks the arguments of the wrapper after the call.
 

@@ -131,7 +131,7 @@ def plan_bins(
     shape: ModelShape = SHAPE_7B,
     names: Sequence[Any] | None = None,
 ) -> BinPlan:
-    """Decide which samples are folded together, from their sizes alone.
+    """Decide which samples are folded together, only from their sizes.
 
     Args:
         sizes: lengths and shared tokens of the samples.

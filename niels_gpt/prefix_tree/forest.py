@@ -197,7 +197,7 @@ class PrefixForest:
         Args:
             node_lengths: [N] tokens of each node, in the order of `input_ids`; may be 0.
             sample_paths: [S] the nodes of each sample, from its root. Nodes of length 0 are left out of paths.
-            input_ids: [sum of node_lengths]. Default: all 0, for the structure alone.
+            input_ids: [sum of node_lengths]. Default: all 0, if only the structure matters.
             loss_nodes: nodes whose tokens are targets. Default: all.
 
         Nodes are reordered into pre-order; siblings keep the order of their numbers.

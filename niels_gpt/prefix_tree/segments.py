@@ -119,7 +119,7 @@ class Segments:
         return self._of_kernel[window, dtype]
 
     def blocks(self, window: int | None = None, block: int = BLOCK) -> AttentionPlan:
-        """Return a plan of blocks alone: each row is in one step of `own` and in at most one step of `above`."""
+        """Return a plan of only blocks: each row is in one step of `own` and in at most one step of `above`."""
         return self._planned(window or self.longest, block)  # a window puts every row into a block
 
     def _planned(self, window: int | None, block: int) -> AttentionPlan:

@@ -68,7 +68,7 @@ def _length(sequence: Any, name: str) -> int:
 def _of_lists(sequences: Sequence[Any], total: int, name: Callable[[int], str]) -> npt.NDArray[np.int64]:
     for index, sequence in enumerate(sequences):
         if sequence and isinstance(sequence[0], bool):  # bools are integers in Python; here they are a misplaced mask
-            raise TreeTypeError(f"{name(index)} is of bools; expected ids")
+            raise TreeTypeError(f"{name(index)} has bools; expected ids")
     ids = np.empty(total, dtype=np.int64)
     done = 0
     try:

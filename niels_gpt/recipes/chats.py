@@ -76,8 +76,8 @@ def opened_template(settings: Settings, tokenizer: FullTokenizer, where: Path) -
     """Return the tokenizer of chats by the template in the settings.
 
     where: folder or file of the tokenizer, for messages.
-    Raises: CacheError E408 for a tokenizer without tokenizer.json, E407 for one without a template, or a template file
-        that cannot be read; FileNotFoundError for a missing template file.
+    Raises: CacheError E408 for a tokenizer without tokenizer.json, E407 for one without a template; the errors of
+        `template_text` and `template_tokenizer`.
     """
     named = settings.tokenizer or str(where)
     if tokenizer.kind != "huggingface":

@@ -112,7 +112,7 @@ def _remove(piece: Leftover, kept: Path | None, dry_run: bool) -> str:
     # the first missing file; that is accepted.
     path = piece.path
     if not piece.is_ours:
-        return f"left alone {path}: no cache has put it there, by what it holds"
+        return f"left alone {path}: by its content, no cache put it there"
     if is_plan(path):
         try:
             refuse_if_partition_is_built(path, dry_run=dry_run)

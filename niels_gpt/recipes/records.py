@@ -146,7 +146,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def is_committed(path: Path, fingerprint: str) -> bool:
-    """Return whether the committed cache is of this recipe, with a good meta.json. Looks at no other file."""
+    """Return whether the committed cache has this recipe, and a good meta.json. Looks at no other file."""
     recipe, meta_path = recorded_recipe(path), path / META_NAME
     if recipe.get("fingerprint") != fingerprint or not meta_path.is_file():
         return False
@@ -158,7 +158,7 @@ def is_committed(path: Path, fingerprint: str) -> bool:
 
 
 def is_current(path: Path, fingerprint: str) -> bool:
-    """Return whether the committed cache is of this recipe, and its files have the sizes in meta.json (D12)."""
+    """Return whether the committed cache has this recipe, and its files have the sizes in meta.json (D12)."""
     # Sizes only, so that a build of nothing takes milliseconds; `verify --deep` and the readers compare bytes.
     if not is_committed(path, fingerprint):
         return False

@@ -3,7 +3,7 @@ steps.
 
 inputs = Inputs.of(settings, source)     the source and the tokenizer, which is made if absent
 request = inputs.found(...)              adds the source's provenance, and the fingerprint of everything
-request.current_meta()                   the committed cache, if it is of this request
+request.current_meta()                   the committed cache, if it answers this request
 build_whole(settings, source, ...)       that cache, or a recorded build
 """
 
@@ -132,7 +132,7 @@ class Inputs:
 
         refresh: ask the hub for its newest revision instead of keeping the recorded one.
         observed: fingerprint of the source from an observation newer than the cache; on the hub, this revision is
-            built. Ignored if it is of another dataset, or of files.
+            built. Ignored for files, and if it names another dataset.
         """
         unfinished = self._unfinished_provenance()
         recorded = unfinished if refresh else self.recorded_provenance(observed, unfinished)
@@ -182,7 +182,7 @@ class Inputs:
                 continue
             is_revision = self.source.kind == "hub" and isinstance(known.get("revision"), str)
             if is_revision and known.get("name") == self.source.dataset:
-                logger.info("%s: an unfinished build is of revision %s", self.path, known["revision"])
+                logger.info("%s: an unfinished build reads revision %s", self.path, known["revision"])
                 at = _at(f"{self.source.dataset}@{known['revision']}")
                 return {**at, "asked_revision": known.get("asked_revision")}
         return {}

@@ -106,8 +106,9 @@ def stage_tokenizer(
     The installed tokenizer stays unless the settings ask for another: by a named tokenizer (`tokenizer`), by training
     settings that are neither default nor recorded, or by `retrain_tokenizer`. A change of the text does not count.
     Raises: FileNotFoundError for a missing named tokenizer; CacheError for a tokenizer of unknown kind, a damaged one,
-        or one trained on the sample for other text; ConnectionError for a hub that cannot be reached, because a
-        tokenizer outlives an outage; ValueError without text to train on, and for a refusal of the hub.
+        or one trained on the sample for other text; ConnectionError if the hub cannot be reached,
+        because a tokenizer trained without its text would outlast the outage; ValueError without text to train on, and
+        for a refusal of the hub.
     """
     apply_lock_setting(cache_root(settings), settings.lock)
     path = folder = cache_root(settings) / TOKENIZER_KEY
@@ -127,7 +128,11 @@ def stage_tokenizer(
 
 
 def tokenizer_for(settings: Settings, source: ResolvedSource, folder: Path) -> FullTokenizer:
-    """Open the tokenizer in a folder. Raises: CacheError if it is damaged, or trained on the sample for other text."""
+    """Open the tokenizer in a folder, and check that the source's cache can be built with it.
+
+    Raises: CacheError E405 if it was trained on the sample and the text is other; E204 or E403 if it is damaged; the
+        errors of `check_tokenizer`.
+    """
     key = source.spec.key
     remove = shlex.join(["rm", *([] if folder.is_symlink() else ["-r"]), str(folder)])
     meta = read_meta(str(folder / META_NAME))
@@ -155,7 +160,7 @@ def opened(path: Path, _content: str, follow_links: bool = False) -> FullTokeniz
 
 
 def check_tokenizer(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer, where: Path) -> None:
-    """Raise NoSentinels or another CacheError if a cache cannot be built with the tokenizer.
+    """Raise NoSentinels (E404) or another CacheError if the source's cache cannot be built with the tokenizer.
 
     where: folder or file of the tokenizer; messages name it as the settings do.
     """

@@ -141,8 +141,8 @@ class CacheUnits(ABC):
         wait: for another builder of the unit, instead of E503.
         progress: receives the items that `counted` names, tokens, and the unit's part of the budget (None without one).
         Raises: ValueError for an unknown number; CacheError E306 if the text is no longer the plan's text, E503 if
-            another process builds the unit, E511 or E712 if this machine has another plan or program than the first
-            one; the errors of the builder.
+            another process builds the unit, E511 if another command removed the plan, E712 (EAGLE-3) if the first
+            partition was started with other settings or another program; the errors of the builder.
         """
         partition = Partition.checked(number, self.settings.partitions)
         if self.plan is None:
@@ -270,7 +270,7 @@ class Units(CacheUnits):
         return self.source.budget(self.settings)
 
     def is_current(self) -> bool:
-        """Return whether the committed cache is of the plan's recipe."""
+        """Return whether the committed cache has the plan's recipe."""
         return is_current(self.path, self.asked.fingerprint)
 
     # --- which plan ---
@@ -579,10 +579,10 @@ class Units(CacheUnits):
         there = settings_of(plan, self.settings, self.source.spec.settings, self.asked.tokenizer_content)
         back = "" if there in (None, self.settings) else build_command(there or self.settings, self.key)
         logger.warning(
-            "%s: partitions of another plan are there, and nothing of them is used (%s)%s",
+            "%s: partitions of another plan are there, and none of them is used (%s)%s",
             self.path,
             "; ".join([plan.folder.name, *differences(plan, self.asked)]),
-            f". To go on with them: {back}" if back else "",
+            f". To continue with them: {back}" if back else "",
             extra={"code": "W507"},
         )
 
@@ -592,7 +592,7 @@ class Units(CacheUnits):
             return self._none_there()
         differing = {plan.sha256: differences(plan, self.asked) for plan in plans}
         plan = min(plans, key=lambda plan: len(differing[plan.sha256]))
-        found = f"its partitions are of another plan ({'; '.join([plan.folder.name, *differing[plan.sha256]])})"
+        found = f"its partitions belong to another plan ({'; '.join([plan.folder.name, *differing[plan.sha256]])})"
         there = settings_of(plan, self.settings, self.source.spec.settings, self.asked.tokenizer_content)
         if there == self.settings:
             again = f"Build partitions of the source as it is now: {build_command(there, self.key)}"

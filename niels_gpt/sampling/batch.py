@@ -39,7 +39,7 @@ class Segments(NamedTuple):
     pieces: NDArray[np.int64]
     """int64 [K]: the piece that each segment is, by its number in the split; -1: padding, or not known."""
     documents: NDArray[np.int64]
-    """int64 [K]: the document, or example, that it is of, by its number in the split; -1: as `pieces`."""
+    """int64 [K]: number of its document, or example, in the split; -1: as `pieces`."""
 
     @classmethod
     def whole_rows(cls, count: int, T: int) -> Segments:

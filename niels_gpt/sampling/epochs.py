@@ -114,7 +114,7 @@ class Ahead(Generic[Made]):
         self._made: tuple[range, Made] | None = None
 
     def of(self, first: int, count: int) -> tuple[Made, int]:
-        """Return the thing made of units first to first + count - 1 and more, and where in it they begin.
+        """Return what was made from units first to first + count - 1 and more, and where in it they begin.
 
         It is made of up to _BATCHES_AHEAD batches, or of as many as have _TOKENS_AHEAD tokens, and kept.
         """

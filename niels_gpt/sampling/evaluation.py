@@ -42,11 +42,11 @@ def iter_eval(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Return an iterator over x, y: int64 [b, T], b <= B, contiguous: the windows at stride T of a split's tokens.
 
-    shards_dir, split, and the arguments after device: as for `PretrainSplit`.
+    shards_dir, split, and the arguments after device: see `PretrainSplit`.
     Windows cross shards, so that the result does not depend on the size of the shards, and every token but the first is
     a target exactly once. The last window is padded with x = 0 and y = -100, which cross entropy ignores. For a mean
     over tokens divide the summed loss by `(y != -100).sum()`, not by the number of batches.
-    rank, world_size: of the batches of one process, rank r yields number r, r + world_size, ..., so that each is on one
+    rank, world_size: rank r yields the batches r, r + world_size, ... of one process, so that each batch is on one
         rank. All ranks yield equally many, because forward passes of sharded models wait for each other: ranks without
         a batch in the last round yield one window of x = 0, y = -100. Add up the losses (reduction="sum": a mean of
         such a window is nan) and the numbers of targets, and reduce both over ranks with a sum.

@@ -1,4 +1,4 @@
-"""A pseudo-random permutation of 0 .. N - 1, computed for any index alone from a few keys: the order of an epoch.
+"""A pseudo-random permutation of 0 .. N - 1, computed for any single index from a few keys: the order of an epoch.
 
 A balanced Feistel network over the next domain of an even number of bits, 4 ** h >= N, walked until the result is below
 N (cycle walking). Eight rounds; round i maps the halves (left, right) to (right, left ^ F), where F is the lower h bits

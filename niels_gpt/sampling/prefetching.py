@@ -26,19 +26,18 @@ B = TypeVar("B")
 
 
 def prefetch(stream: Iterable[B], n: int = 2, device: str | torch.device | None = None) -> Prefetched[B]:
-    """Return an iterator over the batches of a stream, or of a DataLoader, which makes n of them ahead in a thread.
+    """Return an iterator over the batches of a stream or a DataLoader. A thread makes n of them ahead.
 
-    n: at most n + 1 batches exist at a time, with the one in use. device: where to copy them; None: they stay where
-    they are. To a CUDA device they are pinned, and copied on a CUDA stream of their own, for which the consumer's
-    current stream waits.
-    `batch.state` belongs to the batch in use: save it. Until the iterator ends or is closed (`close()`, `with`, or
-    when nothing refers to it any more), the stream refuses state_dict, load_state_dict and other iterators, also other
-    prefetches; then it continues after the last batch that was handed out. Closing waits for the batch that is being
-    made. An error of the stream is raised in place of the batch, with its traceback. The same holds for streams that
-    another iterator reads, as `islice(stream, 20)`, from their first batch on. The state of a StatefulDataLoader
-    is ahead; batch.state is right. In a notebook use `with`: the traceback of an interrupted cell keeps a loop's
-    iterator.
-    device: of batches that have `to`, and of tuples and lists of tensors.
+    n: at most n + 1 batches exist at a time, with the one in use. device: where to copy batches that have `to`, and
+    tuples and lists of tensors; None: nowhere. For a CUDA device they are pinned, and copied on a CUDA stream of their
+    own, for which the consumer's current stream waits.
+
+    `batch.state` belongs to the batch in use: save it. The state of a StatefulDataLoader is ahead. Until the iterator
+    ends or is closed (`close()`, `with`, or when nothing refers to it any more), the stream refuses state_dict,
+    load_state_dict and other iterators, also other prefetches; then it continues after the last batch that was handed
+    out. The same holds, from their first batch on, for streams behind another iterator, such as `islice(stream, 20)`.
+    Closing waits for the batch that is being made. An error of the stream is raised in place of the batch, with its
+    traceback. In a notebook use `with`: the traceback of an interrupted cell keeps a loop's iterator.
     Raises: ValueError for n below 1, and for a prefetch; RuntimeError for a stream that is read ahead already.
     """
     if isinstance(stream, Prefetched):

@@ -151,7 +151,7 @@ class Phase:
         return high
 
     def whole_blocks(self, left: Sequence[int | None], end: int | None) -> tuple[int, int | None]:
-        """Return the blocks by weight alone, and the size of the next one, in which a source or the stage ends.
+        """Return the number of blocks by weight only, and the size of the next, in which a source or stage ends.
 
         left: samples that each source still has; None: without end. end: the first sample of the next stage.
         The size is 0 if the stage ends with a block, None if the phase has no end.
@@ -162,7 +162,7 @@ class Phase:
         return (0, None) if end is None else divmod(end - self.first, self.size)
 
     def parts(self, blocks: int, size: int, left: Sequence[int | None]) -> Iterator[Phase]:
-        """Yield the phase of so many blocks by weight, and the phase of the block of this size after them.
+        """Yield the phase of `blocks` blocks by weight, and the phase of the block of this size after them.
 
         left: samples that each source still has; None: without end.
         """

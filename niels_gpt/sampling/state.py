@@ -56,7 +56,7 @@ def state_count(state: Mapping[str, Any], key: str) -> int:
 
 
 def state_numbers(state: Mapping[str, Any], key: str, count: int) -> list[int]:
-    """Return a list of counts of a state. Raises: ValueError unless it is one of so many valid counts."""
+    """Return a list of counts of a state. Raises: ValueError unless it has `count` valid counts."""
     numbers = state.get(key)
     if not isinstance(numbers, list) or len(numbers) != count:
         raise StateError(f"state: {key} is {shortened(numbers)}, expected a list of {count} counts")
@@ -140,7 +140,7 @@ def check_identity(
         raise StateError(f"{where}: {shortened(state)}, expected what state_dict() returned")
     if state.get("kind") != (kind := mine.get("kind")):
         found = f"kind is {shortened(state.get('kind'))}, expected {shortened(kind)} as in this stream"
-        raise StateError(f"{where}: {found}. It is of another kind of stream: open that one")
+        raise StateError(f"{where}: {found}. It belongs to another kind of stream: open that one")
     if "sources" in mine:
         remedy = f"To continue its run with these sources and arguments, load it with changed=True. {remedy}"
     for key, value in mine.items():
@@ -161,7 +161,7 @@ def _refuse(key: str, given: Any, value: Any, where: str, allow_other_content: b
     found, expected = f"{key} is {shortened(given)}", f"{shortened(value)} as in this stream"
     message = f"{where}: {found}, expected {expected}"
     if key == "stream":
-        raise StateError(f"{message}. The state is of another release, where the same number means another sample")
+        raise StateError(f"{message}. Another release wrote the state, where the same number means another sample")
     if key not in _CONTENT:
         raise StateError(f"{message}. {remedy}")
     if key in ("tokens", "samples"):
@@ -206,7 +206,7 @@ class Change(NamedTuple):
 
 
 def is_unchanged(state: Any, identity: Mapping[str, Any]) -> bool:
-    """Return whether a state is of a mixture with the same arguments and sources. identity: without its origin."""
+    """Return whether a state belongs to a mixture with the same arguments and sources. identity: without its origin."""
     return isinstance(state, Mapping) and all(key in state and same(state[key], identity[key]) for key in identity)
 
 

@@ -110,7 +110,7 @@ def give_earlier_names(package: str, places: Mapping[str, Mapping[str, str]], sa
 
 
 def explained(code: str, columns: int = 100) -> str:
-    """Return the meaning, remedy and example of a code in lines of at most so many columns.
+    """Return the meaning, remedy and example of a code in lines of at most `columns` characters.
 
     Raises: UsageError for an unknown code.
     """

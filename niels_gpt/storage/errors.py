@@ -144,7 +144,7 @@ class TreeError(CodedError, ValueError, code="E801"):
 
 
 class TreeTypeError(CodedError, TypeError, code="E801"):
-    """A field of rollouts is of another type."""
+    """A field of rollouts has another type."""
 
 
 class FoldError(CodedError, ValueError, code="E803"):
@@ -171,7 +171,7 @@ class CacheError(CodedError, ValueError, code="E201"):
     path: the file or folder. found: the problem. expected: the correct state, "" if `found` implies it.
     remedy: a sentence that says what to do and ends in a command; REBUILD if building from scratch helps.
     code: of codes.txt.
-    All are attributes; the message consists of the first four. A path alone is a whole message, because torch's
+    All are attributes; the message consists of the first four. A path may be the whole message, because torch's
     DataLoader raises an error of a worker process again with its message as the only argument.
 
     >>> print(CacheError("train_idx.npy", "16 bytes", "24", "Copy it again", code="E203"))

@@ -25,7 +25,7 @@ class Waits:
     """Random part by which a wait is longer or shorter, so that many clients do not return at the same time."""
 
     def after(self, failures: int, asked: float | None = None) -> float:
-        """Return the seconds to wait after so many failures in a row, 1 or more.
+        """Return the seconds to wait after `failures` failures in a row, 1 or more.
 
         asked: seconds that the server asks for. They count if they are more than our own wait.
         """

@@ -232,8 +232,9 @@ def open_engine(tokenizer: Tokenizer, choice: str = "auto", *, seed: int = 0) ->
     choice: "gigatoken", "reference", or "auto": gigatoken if it is installed and gives the reference's ids for the test
         texts, else the reference.
     seed: of the share of documents that are compared.
-    Raises: ValueError for another choice; CacheError E411, or E901 if it is not installed, for "gigatoken" if it cannot
-        be used; CacheError E402 if the tokenizer's file has changed.
+    Raises: ValueError for another choice; for "gigatoken", CacheError E901 if it is not installed, E411 if it cannot
+        encode with this tokenizer, and TokenizerError E411 for a tokenizer of neither SentencePiece nor tokenizer.json;
+        CacheError E402 if the tokenizer's file has changed.
     """
     engine = _opened(tokenizer, choice, seed)
     with suppress(TypeError):  # an object without weak references

@@ -93,13 +93,13 @@ def _metadata(done: Delivered) -> dict[str, dg.MetadataValue[Any]]:
 
 
 def _check(deployment: Deployment, line: Line) -> dg.AssetChecksDefinition:
-    """Return the check of a line: every file that its manifest or meta.json names is there, of the cache as it is."""
+    """Return the check of a line: all files that its manifest or meta.json names are there, and current."""
     key, manifest = deployment.key(line.path), META_NAME if line.kind == PUBLISHED else MANIFEST_NAME
 
     @dg.asset_check(
         name=CHECK,
         asset=key,
-        description=f"Every file of its {manifest} is there with its size, and it is of the cache as it is now.",
+        description=f"Every file of its {manifest} is there with its size, and the cache is still this version.",
         required_resource_keys={deployment.resource},
     )
     def check(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
@@ -124,7 +124,7 @@ def _problems(settings: Settings, line: Line) -> list[str]:
         if manifest is None:
             return [f"{line.folder}: no export there"]
         is_same = meta is not None and meta["content_sha256"] == manifest["cache"]["content_sha256"]
-        stale = [] if is_same else [f"{line.folder}: is of another version than {line.cache} is now"]
+        stale = [] if is_same else [f"{line.folder}: was made from another version than {line.cache} is now"]
         return [*missing_of(line.folder, manifest), *stale]
     except (CacheError, OSError, LookupError, TypeError) as error:
         return [str(error)]

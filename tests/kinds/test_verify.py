@@ -134,7 +134,7 @@ def test_ids_of_another_tokenizer_than_the_one_beside_the_cache_are_a_problem(ro
     change_meta(theirs, tokenizer_sha256=other)
     build = build_again(root / key, "E402")
     assert problems(root / key, "tokenizer_matches") == [
-        f"{ours}: ids of tokenizer {real[:12]}, but {theirs}/meta.json is of tokenizer {other[:12]}. {build}",
+        f"{ours}: ids of tokenizer {real[:12]}, but {theirs}/meta.json names tokenizer {other[:12]}. {build}",
         f"{wrong} {build}",
     ]
 

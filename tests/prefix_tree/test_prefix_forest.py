@@ -186,7 +186,7 @@ def test_ids_are_taken_from_lists_tuples_arrays_and_tensors():
         ([[[1]], [[2]]], TypeError, "sequence 0 is int64 of shape [1, 1]"),
         ([1, 2], TypeError, "sequence 0 is 1"),
         (torch.tensor([1, 2]), TypeError, "sequence 0 is tensor(1)"),
-        ([[1], [True, False]], TypeError, "sequence 1 is of bools"),
+        ([[1], [True, False]], TypeError, "sequence 1 has bools"),
         (["ab"], TypeError, "sequence 0"),
     ],
 )

@@ -52,7 +52,7 @@ def without_locks(folder):
 
 def removed(lines):
     """Return the names of what some lines say was removed, after a look that nothing else of ours is there."""
-    found = [line for line in lines if not line.endswith("no cache has put it there, by what it holds")]
+    found = [line for line in lines if not line.endswith("by its content, no cache put it there")]
     assert all(line.startswith("removed ") for line in found), found
     return [Path(re.split(r" \((?:version )?|\)", line.removeprefix("removed "))[1]).name for line in found]
 

@@ -94,7 +94,7 @@ def split_files(
 ) -> list[Path]:
     """List the files of one split, train, validation or test; with "all" the files of every split.
 
-    folders: the first one that exists inside the dataset's folder is listed alone. A copy of a hub repository has a
+    folders: only the first one that exists inside the dataset's folder is listed. A copy of a hub repository has a
         folder for each config, or the same rows in other formats beside it.
     beside: follow_links, counters, not_followed and forks of `source_files`.
     Raises: SourceNotFound E301 if there are no files of the split; SourceError E302 for an unknown split.

@@ -63,7 +63,7 @@ def iter_batches(
     """Yield arrow record batches in order, each with its row numbers from 1; a `Problem` for rows that are too large.
 
     Memory: about BATCH_BYTES of rows, or one row, and one page of each column read, compressed and uncompressed.
-    columns: read these alone, where the file has them; odd values in other columns then do no harm.
+    columns: read only these, if the file has them, so that odd values in other columns do no harm.
     max_row_bytes: limit of a row's values in the columns read, as arrow holds them.
     skip_to: leave out batches that end at or before this row. Batches end where the file and `share` decide.
     share: row groups to read if there are at least `share.step` of them, so that the others are not read; else rows.

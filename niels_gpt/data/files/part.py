@@ -1,4 +1,4 @@
-"""Which files and rows of a source a partition has: decided by the number of partitions and the source alone."""
+"""Which files and rows of a source a partition has: decided only by the number of partitions and the source."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rows of a .jsonl, .json, .parquet or .txt file: one by one, or as columns where they are usual.
 
 A row is usual if it is read without a repair, has a text in one of the fields that may hold it, and no second text in
-another of them. Every other row is yielded alone, or dropped.
+another of them. Every other row is yielded by itself, or dropped.
 """
 
 from __future__ import annotations

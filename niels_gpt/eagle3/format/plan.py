@@ -44,7 +44,7 @@ _WIDTH_STEP = 8
 _MAX_BATCHES_BYTES = 1 << 27  # limit of batches.jsonl, which takes about seven bytes a sample
 _MAX_THREADS = 4096
 _FRESH = "Use a fresh folder"
-_ROW_BYTES = 64  # limit of batches.jsonl, for a row and a batch of it alone
+_ROW_BYTES = 64  # limit of batches.jsonl, for a row and a batch that has only this row
 
 CONVERTED_FROM = "converted_from"
 """Key of the plan's `run` in a dense cache that was converted from a native one: the dtype of its auxiliary states."""

@@ -135,7 +135,7 @@ def _refuse_odd_pickle(content: bytes) -> None:
     except Exception as error:  # of any kind, depending on the damage
         raise ValueError(f"no whole pickle ({type(error).__name__})") from error
     if odd := sorted(named - _GLOBALS):
-        raise ValueError(f"its pickle names {shortened(odd[0])}, expected tensors of torch.save alone")
+        raise ValueError(f"its pickle names {shortened(odd[0])}, expected only tensors of torch.save")
     if again or tuples > _MAX_TUPLES:
         raise ValueError(f"its pickle uses a part twice, or has more than {_MAX_TUPLES:,} tuples, unlike torch.save's")
 

@@ -455,7 +455,7 @@ def _dense_differences(
         progress(number, number, len(rows))
         if not tokens:
             yield row.problem(
-                "no token of the target gives the hidden states of slot 0: they are of other blocks than "
+                "no token of the target gives the hidden states of slot 0: they come from other blocks than "
                 f"{list(cache.aux_layer_ids)}, of another target, or of another slot"
             )
             continue

@@ -2,7 +2,7 @@
 
 `_questions` maps each check of checks.py to its functions. A cache is read in pieces of some megabytes. A check that
 needs a sidecar or a plan is not made for a cache that never had one, and its verdict says so. A file that several
-checks miss is reported by `complete` alone.
+checks miss is reported only by `complete`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ One folder a split, because DatatroveFolderDataset reads every .ds file below th
 DEST/train. All numbers are little-endian.
     NNNNN.ds           uint16 or uint32 [tokens]; the bytes of our shard. Its readers take `token_size=4` for uint32
     NNNNN.ds.index     uint64 [documents]: where each document ends, in tokens of this file
-    NNNNN.ds.loss      bool [tokens], one byte each: whether the token carries loss; of an sft cache alone
+    NNNNN.ds.loss      bool [tokens], one byte each: whether the token carries loss; only of an sft cache
     NNNNN.ds.metadata  UTF-8, three lines without a last line end: the tokenizer's name, "|" and the bytes of an id; the
                        tokens; the tokens in three digits, such as "1.50 kT"
 The tokenizer's name is "niels_gpt:" and the first 12 digits of `tokenizer_sha256`; in a cache that was imported, the

@@ -62,7 +62,7 @@ class Listed:
         return self.size // width
 
     def plain(self, width: int, **more: Any) -> ForeignFile:
-        """Return the file as one of ids alone, uint16 or uint32 by `width`. more: further fields of ForeignFile."""
+        """Return the file as one of only ids, uint16 or uint32 by `width`. more: further fields of ForeignFile."""
         dtype = np.dtype(f"<u{width}")
         tokens, pieces = self.tokens_of(width), partial(read_pieces, self.path, dtype)
         given = {"pieces": pieces, "continues": self.continues, "ends": None, **more}

@@ -35,6 +35,6 @@ def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = 
     for each in listing.files:
         if each.size >= 8 and tuple(numbers(each.path, "<i4", count=2).tolist()) in HEADERS:
             remedy = "Pass --from modded-nanogpt"
-            raise CacheError(each.path, "has a header", "ids alone, as nanoGPT reads them", remedy, code="E221")
+            raise CacheError(each.path, "has a header", "only ids, as nanoGPT reads them", remedy, code="E221")
     width = listing.width(vocab_size) or 2
     return listing.folder([each.plain(width) for each in listing.files])

@@ -3,7 +3,7 @@
     SPLIT_NNNNN.npy             uint16 or uint32 [tokens], little-endian; the bytes of our shard. In spite of its name
                                 it has no header of numpy. Its readers take `dtype=NumpyDatasetDType.uint32` for uint32
     SPLIT_NNNNN.csv.gz          a line for each document: START,END in tokens of this file, END the first one behind it
-    label_mask/SPLIT_NNNNN.npy  bool [tokens], one byte each: whether the token carries loss; of an sft cache alone.
+    label_mask/SPLIT_NNNNN.npy  bool [tokens], one byte each: whether the token carries loss; only of an sft cache.
                                 OLMo-core finds it by `label_mask_paths`, in the order of `paths`
 The gzip file is one member: 1f 8b 08 00, four zeros (no time), 00 ff, the deflated lines of level 6, CRC-32 and length.
 A document that lies in two shards is two documents. The fixed-length dataset of OLMo-core needs no borders. The packed
@@ -74,7 +74,7 @@ def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = 
         borders, more = each.beside(each.name.removesuffix(".npy") + ".csv.gz"), dict[str, Any]()
         with open(open_regular(each.path), "rb") as file:
             if file.read(len(_NUMPY)) == _NUMPY:
-                raise CacheError(each.path, "has a header of numpy", "ids alone, as OLMo-core reads them", code="E221")
+                raise CacheError(each.path, "has a header of numpy", "only ids, as OLMo-core reads them", code="E221")
         width = listing.width(None) or _width_by_borders(each, borders) or listing.width(vocab_size) or 2
         tokens = each.tokens_of(width)
         if borders is not None:

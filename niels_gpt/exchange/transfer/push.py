@@ -82,7 +82,7 @@ def push(
     """Send a cache to a URL, unless it is there already.
 
     cache: its public folder. url: path or URL of the folder for its files, without credentials.
-    replace: replace another cache there; a collection: only a cache with one of these content_sha256.
+    replace: replace another cache there; given as a collection, only a cache with one of these content_sha256.
     check: read every file back, and send it again if its sha256 differs. For hf://, offer every file once more: the hub
         knows files by their sha256 and takes those that differ. jobs: files at once.
     progress: called with files, bytes done, and bytes in all, by one thread at a time.
@@ -236,7 +236,7 @@ class _Push:
         self.tally.add(moved=size, files=1)
 
     def _refuse_if_taken(self) -> None:
-        """Raise CacheError E610 if the note at the URL is of another cache, unless this cache is there."""
+        """Raise CacheError E610 if the note at the URL names another cache, unless this cache is there."""
         own, note = self.local.content_sha256, self._parsed(NOTE_NAME)
         content = note.get("content_sha256")
         if content == own:

@@ -43,7 +43,7 @@ SAID_AFTER_S, LONGEST_SILENCE_S = 10.0, 60.0
 LONGEST_S = 600.0
 """Seconds that a request may take, with all its attempts."""
 UPLOAD_BYTES_PER_S = 1 << 14
-"""Each so many bytes to send give a request another second."""
+"""For each such number of bytes to send, a request may take another second."""
 
 _LIBRARIES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "az": ("adlfs", "az")}
 _SAME = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": "file", "": "file"}
@@ -343,7 +343,7 @@ def _opened(kind: str, url: str, patience: Patience) -> tuple[Any, str]:
 
 
 def _pinned(fs: Any, root: str, url: str, patience: Patience) -> str:
-    """Return a folder of a dataset on the hub at its current commit, so that all reads are of one revision."""
+    """Return a folder of a dataset on the hub at its current commit, so that all reads see one revision."""
     from huggingface_hub import HfApi
 
     def ask() -> str:

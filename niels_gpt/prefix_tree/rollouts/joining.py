@@ -207,7 +207,7 @@ def _check_index(part: _Part) -> None:
 
 
 def _check_lines(path: Path, starts: Ints, size: int) -> None:
-    """Raise CacheError unless the lines of a file of ids, of so many bytes, begin at `starts`."""
+    """Raise CacheError unless the lines of a file of ids, of `size` bytes, begin at `starts`."""
     ends, at = [np.zeros(1, dtype=OFFSET_DTYPE)], 0
     for block in whole(path, size):
         ends.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + (at + 1))

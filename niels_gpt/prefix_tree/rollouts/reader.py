@@ -97,7 +97,7 @@ class RolloutDataset(Reader):
         if self.meta is None:
             raise CacheError(self.cache, f"no {META_NAME}", "a rollout cache", REBUILD, code="E207")
         if self._asked is not None and self.meta.get("tokenizer_sha256") is None:
-            found, remedy = "does not record which tokenizer its ids are of", "Open it without tokenizer_sha256"
+            found, remedy = "does not record which tokenizer made its ids", "Open it without tokenizer_sha256"
             raise CacheError(self.cache / META_NAME, found, remedy=remedy, code="E402")
         self.fields: dict[str, str] = _fields(self.meta, str(self.cache / META_NAME))
         """The names of the fields -> "token" or "sample", as `LossEdges.field(values, per=...)` takes it."""

@@ -105,7 +105,7 @@ class _Epoch(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What a rank's bin is made of."""
+    """The parts of a rank's bin."""
 
     planned: _Planned
     is_filler: bool
@@ -117,7 +117,7 @@ class RolloutStream(Stream[RolloutBin]):
     """Bins of a split, epoch after epoch: each sample exactly once an epoch, and a group in one bin where it fits.
 
     A step is the next `world_size` bins; rank r gets the r-th of them, so all ranks have the same number. The bins of a
-    window come in falling size, more or less: rows of a step are about equal, but for the last bins of a window, which
+    window come in falling size, more or less: rows of a step are about equal, except the last bins of a window, which
     may be small, and for a step that crosses into the next window. Where the last step of the stream has fewer bins
     than ranks, the others get filler. The state is the same on every rank, and a run may resume with other ranks and
     workers. See docs/rollouts.md.

@@ -137,7 +137,7 @@ class TargetOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TargetOptions):
-    """What a cache is made of, and how. An option of None follows the rule in its help text."""
+    """The inputs of a cache, and how it is made. An option of None follows the rule in its help text."""
 
     target_name: str | None = _option("", "what manifest.json and the plan call the target", decides=True)
     """None: target_model."""

@@ -55,7 +55,7 @@ class Responder(Target):
 
 @dataclass(frozen=True)
 class Trial:
-    """What a run would do, as far as it is known before the target replies."""
+    """What a run would do, as far as is known before the target replies."""
 
     chats: int
     waiting: int

@@ -154,7 +154,7 @@ def deliver(settings: Settings, line: Line, *, wait: bool = True, progress: Prog
     meta = find_meta(cache)
     if meta is None:
         command = build_command(settings, line.cache)
-        raise FileNotFoundError(f"{cache}: no cache there, and {line.path} is made of it. Build it: {command}")
+        raise FileNotFoundError(f"{cache}: no cache there, and {line.path} is made from it. Build it: {command}")
     content = str(meta["content_sha256"])
     lock = cache_root(settings) / RUNS_DIR / f"{line.kind}.{line.name}.lock"
     with file_lock(lock, line.place, "is being written", wait=wait):

@@ -44,17 +44,17 @@ def block_causal_mask(
     """Return `dtype` [B, 1, T, T] on the device of cu_seqlens: 0 where token i sees token j, else the least number.
 
     It is added to the scores, as every model of transformers does with a mask of four dimensions. With dtype=torch.bool
-    it is True where i sees j, for `scaled_dot_product_attention` alone: "eager" attention would add 1 for True.
+    it is True where i sees j, only for `scaled_dot_product_attention`: "eager" attention would add 1 for True.
     Padding is a segment as others are, so that each token sees one token at least.
     It takes B * T * T elements of `dtype`, and one more byte for each while it is made: 1.1 GB for 8 rows of 8,192 in
     bfloat16, and 1.6 GB meanwhile. FlashAttention takes no such memory.
 
     cu_seqlens: int [K + 1], as in a batch: where segments begin, row after row, and B * T; no segment crosses two rows.
     shape: (B, T); None: one row of all tokens.
-    dtype: the model's; "sdpa" takes float32 beside each other one, and refuses the rest.
-    sliding_window: i sees the last so many tokens alone, itself included. A mask of four dimensions replaces the window
-        of a model of transformers: pass `config.sliding_window` where all of its layers have one; where some have, pass
-        {"full_attention": mask, "sliding_attention": mask with the window} as attention_mask.
+    dtype: the model's; "sdpa" also takes float32 with any model, and refuses other differences.
+    sliding_window: i sees only its last `sliding_window` tokens, itself included. A mask of four dimensions replaces
+        the window of a model of transformers: pass `config.sliding_window` where all of its layers have one; where some
+        have, pass {"full_attention": mask, "sliding_attention": mask with the window} as attention_mask.
     Raises: ValueError for other numbers, which it reads from the device.
     """
     starts = _checked_starts(cu_seqlens, shape)

@@ -168,7 +168,7 @@ class Holder:
     """The process that holds a lease, and how often it has raised its counter."""
 
     token: str = ""
-    """Random, for this lease alone; "" for a file that was just created."""
+    """Random, only for this lease; "" for a file that was just created."""
     counter: int = 0
     user: str = ""
     host: str = ""
@@ -195,9 +195,9 @@ class Holder:
         return raw.ljust(_BYTES - 1) + b"\n"
 
     def is_dead(self) -> bool:
-        """Whether it is known to have ended: known of processes of this machine in the same namespace of pids alone.
+        """Whether it is known to have ended: only known of processes of this machine in the same namespace of pids.
 
-        For any other process the counter alone says whether it is alive.
+        For any other process only the counter says whether it is alive.
         """
         here = self.of_this_process("")
         if not self.boot or not self.pids or (self.host, self.boot, self.pids) != (here.host, here.boot, here.pids):
