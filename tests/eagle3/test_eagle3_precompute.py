@@ -148,7 +148,7 @@ def test_a_run_that_does_not_fit_is_refused_within_seconds(tmp_path, run):
         (["--format-version=2", "--aux-dtype", "fp8"], "--aux-dtype is fp8, and it applies to --format native only"),
         (["--shard-bytes", "9"], "--shard-bytes is 9, and it applies to --format native only, not to 1"),
         *((["--part", part], f"--part is '{part}', expected i/N") for part in ("0/2", "3/2", "1", "1/", "a/2")),
-        (["--partitions", "2"], "--partitions 2: which one is to be made? Pass --partition I, 0 to 1"),
+        (["--partitions", "2"], "--partitions 2: no partition is named. Pass --partition I, 0 to 1"),
         (["--partition", "1"], "--partition 1: the number of partitions is missing. Pass --partitions N"),
         (["--partitions", "2", "--partition", "2"], "--partition 2: expected 0 to 1, below --partitions"),
         (["--partitions", "0", "--partition", "0"], "--partitions is 0, expected 1"),

@@ -194,7 +194,9 @@ class Report:
         except FileNotFoundError as error:
             missing = error.filename and self._cache.missing(error.filename, "one of the cache's")
             self._add(missing or error)
-        except (CacheError, OSError) as error:  # both name the file
+        except CacheError as error:
+            self._add(self._cache.with_remedy(error) if error.code == "E205" else error)
+        except OSError as error:  # names the file, as the others do
             self._add(error)
         except _MALFORMED as error:
             found = f"not as docs/formats.md describes it ({error!r})"

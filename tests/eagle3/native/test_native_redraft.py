@@ -173,7 +173,7 @@ def test_conversions_that_would_lose_something_are_refused(cache, made, tmp_path
     status, _, errors = eagle3("convert", tmp_path / "two", "--format", 1, "--output-dir", tmp_path / "out")
     assert status == 1 and "2 auxiliary layers; versions 1 and 2 have 3" in errors
     status, _, errors = eagle3("convert", cache, "--format", 1)
-    assert status == 2 and "name --output-dir" in errors and not (tmp_path / "out").exists()
+    assert status == 2 and "pass --output-dir" in errors and not (tmp_path / "out").exists()
     for folder, form, flag in ((made, 2, "--shard-size"), (made, 2, "--output-dir"), (cache, "native", "--output-dir")):
         status, _, errors = eagle3("convert", folder, "--format", form, flag, 256)
         assert status == 2 and f"{flag}: only for a native cache that becomes version 1 or 2" in errors
