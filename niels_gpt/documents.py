@@ -18,7 +18,7 @@ class DocumentBatch:
     """Consecutive documents of a source, one entry each in `texts` and `ids`.
 
     A document's counters and position are the loader's at the time it yielded this document: they include drops before
-    it, and no drops behind it. So they do not depend on the end of a batch.
+    it, and no drops after it. So they do not depend on the end of a batch.
     """
 
     texts: Sequence[bytes]

@@ -316,7 +316,7 @@ class TextEncoder:
             )
 
     def _with_added(self, ids: NDArray[Any], lengths: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Put `prepend` before and `append` behind each text that has tokens."""
+        """Put `prepend` before and `append` after each text that has tokens."""
         before, behind = ([] if each is None else [each] for each in (self.prepend, self.append))
         if not (before or behind) or not len(ids):
             return ids, lengths
@@ -343,7 +343,7 @@ def _is_control(tokenizer: Tokenizer, more: Collection[int]) -> Callable[[NDArra
         raise ValueError(f"special id {wrong}: expected 0 <= id < vocab_size={tokenizer.vocab_size}")
     if not special:
         return lambda ids: np.zeros(len(ids), dtype=np.bool_)
-    # Comparing with a range is three times as fast as looking up a table, and special ids usually are one.
+    # Comparing with a range is faster than looking up a table, and special ids usually are one.
     if special[-1] == tokenizer.vocab_size - 1 and len(special) == special[-1] - special[0] + 1:
         return lambda ids: ids >= special[0]
     if len(special) == special[-1] - special[0] + 1:

@@ -40,7 +40,7 @@ SHORTER_THAN_ID: Final = "texts_shorter_than_id"
 REPEATED_REPLY, REPEATED_GROUP = "repeated_replies", "repeated_groups"
 NO_COMMON_END, WITHOUT_PROMPT = "samples_without_common_end", "samples_without_prompt_length"
 
-_FEW = 2  # so many items with a sign are no reason to warn, unless `share` is 0
+_FEW = 2  # this many items with a sign are no reason to warn, unless `share` is 0
 _FEW_BYTES = 1.2  # bytes a token: English has about 4, a script without pieces in the tokenizer has 1
 _FEW_IDS = 1_000  # a vocabulary of fewer ids has about one id for each byte of any text
 _SHOWN, _MOST_PLACE = 60, 200  # characters of an example, and of its place
@@ -342,7 +342,7 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
         _EMPTY_FILE,
     ),
 }
-"""By the kind of cache."""
+"""Signs by the kind of the cache."""
 _NOT_KEPT = ("files", "rows", "messages")
 """Units whose total is unknown. Messages are compared with the number of chats read."""
 _UNITS = {"pretrain": "documents", "sft": "chats", "rollouts": "samples"}

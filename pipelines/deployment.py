@@ -81,7 +81,7 @@ class Deployment:
         if asked != ours:
             raise dg.Failure(
                 f"resources.{self.resource}.config.source_root: with {run.settings.source_root} the caches lie in "
-                f"{asked}, and this deployment's lie in {ours}: its assets are not those of another folder. Set it for "
+                f"{asked}, and this deployment's lie in {ours}: it has no assets of another folder. Set it for "
                 f"the deployment (NIELS_GPT_SOURCE_ROOT), or build there: {build_command(run.settings, TOKENIZER_KEY)}",
                 allow_retries=False,
             )

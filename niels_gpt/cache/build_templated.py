@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 MALFORMED = "malformed"
 _PART_TOKENS = 1 << 20  # of encoded chats that are in memory together
-_MANY = 100  # chats that are left out because the template is not prefix-stable, and none is kept: it is of no use
+_MANY = 100  # chats that are left out because the template is not prefix-stable, and none is kept: it is useless
 REMEDIES = {
     NOT_STABLE: REMEDY,
     NO_SUPERVISED: "Expected a chat with a turn that carries loss: name other turns with --loss-on, or with "

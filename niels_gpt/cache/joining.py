@@ -288,7 +288,7 @@ def _added(name: str, total: Any, value: Any) -> Any:
 
 
 def _linked(work: Path, folder: Path, meta: Meta, shards: dict[str, list[Meta]]) -> _Part:
-    """Link a unit's shards behind the earlier ones, and append their records."""
+    """Link a unit's shards after the earlier ones, and append their records."""
     blocks = {}
     for split in SPLITS:
         for record in meta["shards"][split]:

@@ -72,7 +72,7 @@ def read_meta(path: str) -> dict[str, Any]:
 
     path: of the file; ~ is the home folder.
     Raises: FileNotFoundError; CacheError E209 for a folder, E205 for anything else but a regular file, E206 if it is
-        larger than 32 MiB, E202 if it is no JSON object or does not match its `meta_crc32`.
+        larger than 32 MiB, E202 if it is not a JSON object or does not match its `meta_crc32`.
     """
     path = os.path.expanduser(path)
     if os.path.isdir(path):

@@ -49,7 +49,7 @@ def mmap_tokens(
 ) -> Ids:
     """Map a token file; returns `dtype` [tokens], read-only, as a plain ndarray over the map.
 
-    A plain ndarray slices 1.5 to 1.9 times faster than numpy's memmap class. The garbage collector closes it.
+    A plain ndarray slices faster than numpy's memmap class. The garbage collector closes it.
     expected_bytes: the size in meta.json. dtype: little-endian uint16 or uint32, see `token_dtype_of`. sums: the
     checksums that the first and the last block of the file must have.
     Raises: FileNotFoundError; CacheError for an empty file, a part of a token, an unexpected size, and anything that is
@@ -128,7 +128,7 @@ class TokenFiles:
         sizes, self._dtypes = [file.size for file in on_disk], sorted({file.dtype for file in on_disk}, key=_itemsize)
         self._sizes = sizes
         self.dtype: np.dtype[Any] = self._dtypes[-1] if self._dtypes else NARROW
-        """Of the rows: of the widest file."""
+        """Dtype of rows: the dtype of the widest file."""
         self._itemsizes: NDArray[np.int64] = np.array([file.dtype.itemsize for file in on_disk], dtype=np.int64)
         self.lengths: NDArray[np.int64] = np.array(sizes, dtype=np.int64) // self._itemsizes
         self.first_tokens: NDArray[np.int64] = np.array(page_starts(sizes)[:-1], dtype=np.int64) // self._itemsizes
@@ -335,7 +335,7 @@ class CheckedTokenFiles(TokenFiles):
 
 
 def token_files(files: Sequence[tuple[Path, int | None]], sums: BlockSums, **how: Any) -> TokenFiles:
-    """Return files that are compared with the checksums of their cache as it asks for. how: as for `TokenFiles`."""
+    """Return files that are compared with the checksums of their cache as it asks for. how: see `TokenFiles`."""
     return (CheckedTokenFiles if sums.every_block else TokenFiles)(files, sums=sums, **how)
 
 
@@ -393,7 +393,7 @@ def load_idx(
         raise CacheError(path, f"begins at {offsets[0]}", "0", REBUILD, code="E201")
     for start in range(0, len(offsets) - 1, _CHUNK):
         some = offsets[start : start + _CHUNK + 1]
-        falling = np.flatnonzero(some[1:] <= some[:-1])  # no differences: those of hostile numbers overflow
+        falling = np.flatnonzero(some[1:] <= some[:-1])  # no differences: with hostile numbers they overflow
         if len(falling):
             raise CacheError(
                 path, f"offsets do not ascend at entry {start + falling[0] + 1}", remedy=REBUILD, code="E201"

@@ -221,7 +221,7 @@ class PretrainTokenStreamDataset(DecodedItems):
         dtype: TokenDtype | None = None,
         check: Check = "ends",
     ) -> None:
-        """shards_dir, split, tokenizer_sha256, expect, io, dtype, check: as for `PretrainSplit`.
+        """shards_dir, split, tokenizer_sha256, expect, io, dtype, check: see `PretrainSplit`.
 
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for T < 1.
         """

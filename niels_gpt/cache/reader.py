@@ -20,7 +20,7 @@ from niels_gpt.storage.versions import version_name
 
 
 class Reader:
-    """One split of one version of a cache: the base of its readers. No ABC: isinstance of one takes much longer.
+    """One split of one version of a cache: the base of its readers. Not an ABC, because isinstance of one is slow.
 
     The public name is resolved to a version once: a rebuild does not change an open split, and gc keeps its version.
     Safe to fork and to pickle: a copy maps the files again, and raises CacheError if they were replaced. Never writes,

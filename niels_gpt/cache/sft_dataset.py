@@ -71,7 +71,7 @@ class SFTExampleDataset(DecodedItems):
         require_targets: leave out examples without a target in their first T + 1 tokens.
         expect: an earlier `fingerprint`; raise CacheError unless the split still has it.
         io: "mmap", or "pread" for network file systems: each example is one positioned read, only offsets are mapped.
-        dtype, check: as for `PretrainSplit`.
+        dtype, check: see `PretrainSplit`.
 
         All tokens (or loss bits) are read once, here, for `counts`. Warns of rows without a target and of lost
         supervised tokens.
@@ -113,7 +113,7 @@ class SFTExampleDataset(DecodedItems):
         dtype: TokenDtype | None = None,
         check: Check = "ends",
     ) -> SFTExampleDataset:
-        """Open a split of an sft cache, whose meta.json has the sentinels. cache_dir, split: as for `SFTSplit`.
+        """Open a split of an sft cache, whose meta.json has the sentinels. cache_dir, split: see `SFTSplit`.
 
         Other arguments: see `SFTExampleDataset`. Raises: its errors; CacheError for a cache of another kind, and if no
             meta.json has the id of the eot sentinel; ValueError for another split.

@@ -66,7 +66,7 @@ class SFTSplit(Reader):
         """cache_dir: an sft cache such as cache/sft/oasst1, or the name of a split in it, such as cache/sft/oasst1/val.
 
         split: "train" or "val"; None: what `cache_dir` says, else "train".
-        Other arguments: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
+        Other arguments: see `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
         Raises: FileNotFoundError; CacheError (each names the file), also if no meta.json has the ids of the sentinels;
             ValueError for another split, io, dtype or check.
         """
@@ -252,7 +252,7 @@ class SFTSplit(Reader):
     def targets(
         self, rows: Ids, begins: Numbers, ends: Numbers, *, whole: bool = False, opened: NDArray[np.bool_] | None = None
     ) -> NDArray[np.bool_]:
-        """Return which of rows[:, 1:] carry loss: bool [B, width - 1]. Arguments: as for `masked`."""
+        """Return which of rows[:, 1:] carry loss: bool [B, width - 1]. Arguments: see `masked`."""
         if self._bits is not None:
             return unpacked(self._bits.padded(begins, ends, rows.shape[1]), rows.shape[1] - 1)
         has_loss, runs = self._runs(rows, begins, ends, whole, opened)

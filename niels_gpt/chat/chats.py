@@ -118,7 +118,7 @@ def _plain(value: Any, depth: int, left: list[int]) -> Any:
     if not isinstance(value, Mapping):
         return [_plain(item, depth - 1, left) for item in value]
     if not all(isinstance(key, str) for key in value):
-        raise UnusableValueError("an object with a key that is no string")
+        raise UnusableValueError("an object with a key that is not a string")
     return {_encodable(key): _plain(item, depth - 1, left) for key, item in value.items()}
 
 
@@ -250,7 +250,7 @@ def _arguments(calls: Any) -> Iterator[str]:
 def labelled(messages: Messages, labels: Mapping[int, str]) -> list[dict[str, Any]]:
     """Return the messages with labels in the words, the thinking and the calls of some of them.
 
-    labels: message number -> character. It is put behind the last character that is no white space, so a template that
+    labels: message number -> character. It is put after the last character that is not white space, so a template that
         strips a text strips the same with and without it.
     """
     return [

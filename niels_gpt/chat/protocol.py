@@ -88,7 +88,7 @@ class ChatTokenizer(Protocol):
     template_sha256: str | None
     """Hex sha256 of the template's text; None for the project's chat format, and without a template."""
     mask_by: str
-    """How supervised tokens are found: generation, prefix, sentinels; given where there is no template."""
+    """How supervised tokens are found: generation, prefix, sentinels; given if there is no template."""
     loss_on: str
     """Which of the assistant's turns carry loss: a member of LOSS_ON (chats.py)."""
     vocab_size: int

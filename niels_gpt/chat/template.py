@@ -13,9 +13,8 @@ The template decides how:
                  reply carries no loss if it is the first message, or if it is empty and the generation prompt is empty
                  too: its words then cannot be told from its header.
 
-Cost: jinja renders from scratch, so a chat of n replies is rendered 2 n times by prefixes, and n times more where a
-template has no generation prompt or rewrites replies: 0.1 ms for one reply, 0.9 ms for four, 1.3 s for two hundred. By
-marks it is rendered twice: 0.3 ms, 0.7 ms and 23 ms.
+Cost: jinja renders from scratch, so a chat of n replies is rendered 2 n times by prefixes, and n times more if a
+template has no generation prompt or rewrites replies. By marks it is rendered twice.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ MAX_TEMPLATE = 1 << 20
 """The most characters of a template."""
 MAX_RENDERED = 1 << 29
 """The most characters of a chat times the number of its renderings."""
-_PER_MESSAGE = 64  # a message costs a template as much time as so many characters
+_PER_MESSAGE = 64  # characters that cost a template as much time as a message does
 _PROMPT = "add_generation_prompt"
 _SHOWN = 80  # characters of a text in a message
 _GROUP_COST = 2000  # messages, or thousands of characters, of the chats that are rendered together
@@ -251,7 +250,7 @@ class ChatTemplate:
         ]
 
     def end_of_turn(self) -> str:
-        """Return the literal of the token that the template writes behind a reply; "" if it writes none."""
+        """Return the literal of the token that the template writes after a reply; "" if it writes none."""
         words = _WORDS["assistant"]
         probe = [{"role": role, "content": _WORDS[role]} for role in ("user", "assistant")]
         (text,) = self.texts([Chat("", probe)], prompt=False)

@@ -138,8 +138,8 @@ class TemplateTokenizer(ChatTokenizer):
         Without marks in the template, the tokenizer must be prefix-stable: the tokens of the text up to each reply, and
         up to its end, must be the first tokens of the whole chat. Only the last word before the edge and the white
         space around it may differ, since they can merge with the next text. The mask does not depend on this check. It
-        takes half as long as tokenizing for chats of one reply and four times as long for four replies, so it is made
-        for the first 1000 chats and then for every 100th, at the first 16 edges and the last.
+        tokenizes the text up to each edge again, so it is made for the first 1000 chats and then for every 100th, at
+        the first 16 edges and the last.
 
         Raises: TemplateError E407 without a template, if the template cannot be used, or if the tokenizer is not
             prefix-stable.
@@ -164,7 +164,7 @@ class TemplateTokenizer(ChatTokenizer):
         return [each if isinstance(each, RefusedChat) else [*self.missing_start(each), *each] for each in found]
 
     def turn_ends(self) -> tuple[int, ...]:
-        """Return the id of the token that the template writes behind a reply, then EOS."""
+        """Return the id of the token that the template writes after a reply, then EOS."""
         end, eos = self._template.end_of_turn(), self.special_token_ids[1]
         ids = self._backend.encoded([end])[0][0] if end else []
         return tuple(dict.fromkeys([*(ids if len(ids) == 1 else []), *([] if eos is None else [eos])]))

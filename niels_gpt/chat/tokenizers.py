@@ -132,7 +132,7 @@ def _of_transformers(name: str, revision: str | None) -> Any:
 
 
 def _refuse_other_classes(folder: Path) -> None:
-    """Raise TokenizerError E408 if a config names a class that is no tokenizer; transformers would load a model."""
+    """Raise TokenizerError E408 if a config names a class that is not a tokenizer; transformers would load a model."""
     import transformers
 
     for path in (folder / CONFIG_NAME, folder / CONFIG):
@@ -202,7 +202,7 @@ class ProjectTokenizer(ChatTokenizer):
     def encode_chats(self, chats: Sequence[Chat]) -> list[EncodedChat | RefusedChat]:
         """Encode chats; refuse a chat that holds a sentinel.
 
-        Raises: TokenizerError E408 for an unknown role, tools, a call, a content that is no text, or a weight other
+        Raises: TokenizerError E408 for an unknown role, tools, a call, a content that is not text, or a weight other
             than 0 and 1.
         """
         encoded = self._encoder.encode([_text_of(chat, message) for chat in chats for message in chat.messages])
@@ -250,7 +250,7 @@ def _text_of(chat: Chat, message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if not isinstance(content, str) or calls_tools(message) or chat.tools or not is_weight(message.get("weight")):
         raise TokenizerError(
-            f"chat {chat.name!r}: found tools, a call of one, a content that is no text, or a weight that is neither 0 "
+            f"chat {chat.name!r}: found tools, a call of one, content that is not text, or a weight that is neither 0 "
             "nor 1; the project's own chat format has none of these"
         )
     return content
@@ -409,7 +409,7 @@ def _added_by(config: Mapping[str, Any], tokenizer: HuggingFaceTokenizer, path: 
         literal = token.get("content") if isinstance(token, dict) else None
         if not isinstance(literal, str) or str(tokenizer.token_id(literal)) != token_id:
             found = (
-                f"adds the token {ascii(literal)[:_SHOWN]} as {ascii(token_id)[:_SHOWN]}, which tokenizer.json has not"
+                f"adds the token {ascii(literal)[:_SHOWN]} as {ascii(token_id)[:_SHOWN]}, which tokenizer.json lacks"
             )
             remedy = "Save it again: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER)"
             raise CacheError(path, found, "the tokens of tokenizer.json with their ids", remedy, code="E403")
@@ -447,7 +447,7 @@ def _template_of(file: bytes | None, config: Mapping[str, Any], folder: Path) ->
     if not isinstance(found, dict):
         if not isinstance(found, str | None):
             expected = "a text, or a list of names and templates"
-            raise CacheError(folder / CONFIG_NAME, "its chat_template is no text", expected, code="E403")
+            raise CacheError(folder / CONFIG_NAME, "its chat_template is not text", expected, code="E403")
         return found, False
     if not isinstance(found.get("default"), str):
         names = f"chat templates named {', '.join(ascii(name)[:_SHOWN] for name in list(found)[:_SHOWN])}"

@@ -46,7 +46,7 @@ class ExitCode(IntEnum):
 
 
 OF_FACES = {ExitCode.DAMAGED: 1, ExitCode.NOT_INSTALLED: 1}
-"""Exit codes of the `python -m` commands that differ from those of niels-gpt."""
+"""The other exit codes of the `python -m` commands, by the exit code of niels-gpt."""
 
 
 @dataclass(frozen=True)

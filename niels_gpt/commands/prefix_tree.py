@@ -204,7 +204,7 @@ def stats(
 
 
 def _shape(model: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
-    """Return the shape of a model; without a name, the given sizes and those of a 7B model."""
+    """Return the shape of a model; without a name, the given sizes, and for the rest the sizes of a 7B model."""
     from niels_gpt.prefix_tree.forest import ModelShape
 
     given = {name: value for name, value in sizes.items() if value is not None}

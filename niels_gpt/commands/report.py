@@ -92,7 +92,7 @@ def notices(outcome: Outcome) -> str:
 
 
 def _meaning(counter: str, meta: Mapping[str, Any]) -> str:
-    """Return what a counter means, in parentheses, if its name alone does not tell what to do; else ""."""
+    """Return what a counter means, in parentheses, if its name does not tell what to do; else ""."""
     if counter == "merged_at_reply_edge":
         return " (chats with a token that carries loss and reaches over the edge of a reply)"
     if counter != "turns_without_loss":

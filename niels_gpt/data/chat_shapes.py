@@ -78,7 +78,7 @@ def messages_of(row: Mapping[str, Any], counters: Counter[str] | None = None) ->
 
     counters: receives the parts that the chat loses.
     Raises: NotAChatError "missing_field" for a row of no known shape; "unknown_role" for a turn with a role that is not
-        in ROLES, such as a tool's; "malformed" for a turn or field that is no text, for a turn that calls a tool or has
+        in ROLES, such as a tool's; "malformed" for a turn or field that is not text, a turn that calls a tool or has
         another weight than 0 and 1, and for a list without turns; "weight_0" for a reply of that weight, since every
         reply carries loss.
 
@@ -206,7 +206,7 @@ def _part_text(part: Any) -> str:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
-    raise NotAChatError(MALFORMED, "a part of a turn's content that is no text")
+    raise NotAChatError(MALFORMED, "a part of a turn's content that is not text")
 
 
 def _kind(value: Any) -> str:
@@ -286,7 +286,7 @@ def _check_content(content: Any, *, may_be_absent: bool) -> None:
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise NotAChatError(NOT_TEXT, "a part of a turn's content that is no text")
+                raise NotAChatError(NOT_TEXT, "a part of a turn's content that is not text")
     elif not isinstance(content, str | Mapping) and not (content is None and may_be_absent):
         raise NotAChatError(MALFORMED, f"{_kind(content)} in place of a turn's content")
 

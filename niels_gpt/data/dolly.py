@@ -46,7 +46,7 @@ def iter_dolly_sft(
 
     A context that is not blank follows the instruction after "\\n\\ncontext:\\n"; texts stay as they are. Two kinds of
     rows are dropped: with a blank instruction or response, counted as "blank_field"; without one of them, or with a
-    field that is no string, counted as "missing_field". meta is the row and its "index".
+    field that is not a string, counted as "missing_field". meta is the row and its "index".
     split: "all" reads every upstream split.
     shuffle: hold all rows in memory and permute them; otherwise they come in upstream's order.
     position: where to resume in a mirror's files, without `shuffle` and `take`: see reader.Position.

@@ -80,8 +80,8 @@ class Exclusion:
 def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
     """Read the file of --exclude.
 
-    Raises: SourceNotFound E301 if it does not exist; NotRegularError E205 if it is no regular file; SourceError E206 if
-        it is larger than MAX_BYTES, E302 if it is not UTF-8, E303 if it has no entry.
+    Raises: SourceNotFound E301 if it does not exist; NotRegularError E205 if it is not a regular file; SourceError E206
+        if it is larger than MAX_BYTES, E302 if it is not UTF-8, E303 if it has no entry.
     """
     file = Path(path).expanduser()
     try:

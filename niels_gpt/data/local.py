@@ -147,7 +147,7 @@ class LocalFiles:
         """Yield groups of recorded sequences; consecutive rows of a file that name the same group are one.
 
         files.rollouts lists the forms of a row, and the reasons to drop one. To know that a group is whole, the row
-        behind it is read; counters and position do not have that row until it is used.
+        after it is read; counters and position do not have that row until it is used.
         partition: yield only its groups, by GROUPS_RULE of files.part. Counts made between two groups belong to the
             second one, so that one partition has them.
         Takes the other arguments of `texts`, and raises its errors.
@@ -267,7 +267,7 @@ def _matches(root: Path, wild: Sequence[str], follow_links: bool, links: list[Pa
 
 
 def _paths(folder: Path, wild: Sequence[str], follow_links: bool, links: list[Path]) -> Iterator[Path]:
-    # The `**` of glob follows links to parent folders: 40 times for one such link, forever for two.
+    # The `**` of glob follows links to parent folders again and again, until the kernel refuses the path.
     if "**" in wild:
         at = wild.index("**")
         for base in _paths(folder, wild[:at], follow_links, links):

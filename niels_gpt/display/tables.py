@@ -27,7 +27,7 @@ _CONTROLS = re.compile(
 )
 
 WIDTH = 100
-"""Columns of printed text where there is no terminal."""
+"""Columns of printed text without a terminal."""
 _WIDEST, _NARROWEST = 120, 40
 _LEAST_ROOM = 30  # columns of a last column before others give way
 _MOST_CHARACTERS = 4_000

@@ -422,7 +422,7 @@ def seal(
     commands: Commands | None = None,
     progress: Progress | None = None,
 ) -> Sealed:
-    """Check everything that the partitions built, and write meta.json. A sealed cache is left as it is.
+    """Check everything that the partitions built, and write meta.json. A sealed cache is left unchanged.
 
     named: what errors call the folder, if it gets another name later.
     commands: named by errors; None: the ones of `niels-gpt eagle3 precompute`.

@@ -257,8 +257,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of zeros whose untouched pages take no memory.
 
     A DataLoader's worker allocates it in shared memory, so that the batch is not copied again. Elsewhere numpy does,
-    and asks the kernel for huge pages: a large batch in torch's own memory takes four times as long, for its page
-    faults.
+    and asks the kernel for huge pages: a large batch in torch's own memory takes longer, because of its page faults.
     """
     size = math.prod(shape) * dtype.itemsize
     if not size:

@@ -57,7 +57,7 @@ def has_parts(folder: Path) -> bool:
 def known_parts(folder: Path) -> list[Part]:
     """Return the partitions that were ever started in a folder, by N and i.
 
-    Raises: CacheError if .parts is no folder.
+    Raises: CacheError if .parts is not a folder.
     """
     found = (_PART.fullmatch(name) for name in _names(folder))
     parts = [(int(match[1]), int(match[2])) for match in found if match]
@@ -182,7 +182,7 @@ def _settings(folder: Path) -> dict[str, Any] | None:
         if not isinstance(settings["code"], dict) or not isinstance(command, list):
             raise ValueError("code is no object, or command no list")
         if not all(isinstance(word, str) and word.isprintable() for word in command):
-            raise ValueError("command is no list of printable words")
+            raise ValueError("command is not a list of printable words")
         return settings
     except FileNotFoundError:
         return None

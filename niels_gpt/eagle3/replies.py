@@ -23,7 +23,7 @@ left out and counted.
                            chat, in any order
 
 The same command resumes: a torn last line is dropped, and only chats without a line run again. Other settings are
-refused. Neither suffix is a suffix of chats, so a folder of replies can be input as it is.
+refused. Neither suffix is a suffix of chats, so a folder of replies can be input directly.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MESSAGES: Final = FORMS[0]
 NO_PROMPT, CALLS_TOOLS, OVER_CONTEXT, EMPTY_REPLY = "no_prompt", "calls_tools", "over_context", "empty_reply"
 """Why a chat, or its rest, has no reply: nobody asks, the turn calls a tool, the prompt leaves no room, the reply has
 no words. Beside these: the reasons of the tokenizer's RefusedChat, SPECIAL_TEXT for a special token in it, and, of the
-form "messages", NOT_STABLE: behind a reply the template writes the earlier turns otherwise."""
+form "messages", NOT_STABLE: after a reply the template writes the earlier turns otherwise."""
 CUT: Final = {LENGTH: "cut_at_max_new_tokens", CONTEXT: "cut_at_context"}
 """Counter of cut replies, by reason."""
 _ANY_REPLY = {"role": "assistant", "content": "Yes."}
@@ -209,7 +209,7 @@ def _sampled(logits: Tensor, top_p: float, uniform: Tensor) -> Tensor:
         dropped = ordered.cumsum(-1) - ordered >= top_p  # the most probable one stays
         probs = probs.scatter(1, ids, ordered.masked_fill(dropped, 0.0))
     sums = probs.cumsum(-1)
-    # Not sorted: near-equal probabilities that swap places would move all tokens behind them.
+    # Not sorted: near-equal probabilities that swap places would move all tokens after them.
     return torch.searchsorted(sums, (uniform * sums[:, -1])[:, None], right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
 
 

@@ -128,7 +128,7 @@ class _LocatedItems:
 
 
 class _Read:
-    """The samples of a batch, not collated yet: a mixture first puts those of all its sources in order."""
+    """The samples of a batch, not collated yet: a mixture first puts the samples of all its sources in order."""
 
     def __init__(self, items: Items, samples: Sequence[Any]) -> None:
         self._items, self._samples = items, samples

@@ -200,5 +200,5 @@ def _checked_ids(ids: Tensor, target_vocab_size: int) -> Tensor:
         raise VocabularyError(f"id {int(foreign[0])}, expected 0 <= id < target_vocab_size={target_vocab_size}")
     different = len(set(checked.tolist()))
     if different != len(checked):
-        raise VocabularyError(f"{len(checked)} ids, and {different} different ones: expected no repetition")
+        raise VocabularyError(f"{len(checked)} ids, only {different} of them different: expected no repetition")
     return checked

@@ -243,7 +243,7 @@ def open_build(
 ) -> Iterator[Build]:
     """Lock a cache and yield its build: a new one, or an unfinished one at its last checkpoint.
 
-    identity, files, seconds: as for `Build`.
+    identity, files, seconds: see `Build`.
     A build that was committed, and killed before its journal was removed, is finished without reading the source if the
     source's fingerprint is unchanged; otherwise it is discarded. A build that ends with NoTextError is discarded, so
     that the next one may read another source.

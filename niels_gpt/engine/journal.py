@@ -186,7 +186,7 @@ def write_whole(
 ) -> dict[str, Any]:
     """Write a file of a cache and sync it; return its record, and append its block checksums to `crcs`.
 
-    name: path below `root`. before_open: as for `HashedFile`.
+    name: path below `root`. before_open: see `HashedFile`.
     """
     file = HashedFile(root / name, before_open=before_open)
     try:

@@ -26,7 +26,7 @@ ROUNDTRIP_TEXTS: Final = 1_000
 ROUNDTRIP_BYTES: Final = 1 << 18
 """The first texts of a build are decoded and compared, up to this number or this many utf-8 bytes: about 20 ms."""
 ROUNDTRIP_SHARE: Final = 256
-"""Of the later texts, each whose digest is a multiple of this is compared: threads and resumes change nothing."""
+"""A later text is compared if its digest is a multiple of this, so threads and resumes change nothing."""
 UNKNOWN_IDS: Final = "unknown_ids"
 
 _TEXTS, _DIFFER, _BYTES = "roundtrip_texts", "roundtrip_differ", "roundtrip_bytes"

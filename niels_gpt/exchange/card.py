@@ -186,13 +186,13 @@ def _tokenizer(meta: Mapping[str, Any], kind: str | None) -> Iterator[tuple[str,
         if start := meta.get("document_start"):
             yield "before each document", _text(f"{start['token']} (id {start['id']})")
         end = meta.get("document_end")
-        yield "behind each document", _text(f"{end['token']} (id {end['id']})") if end else "nothing"
+        yield "after each document", _text(f"{end['token']} (id {end['id']})") if end else "nothing"
 
 
 def _kind_of_tokenizer(folder: Path, meta: Mapping[str, Any]) -> str | None:
     """Return the kind of the tokenizer, by itself or by the copy beside the cache; None if unknown."""
     about: Mapping[str, Any] = meta
-    if "tokenizer_kind" not in meta:  # it is no tokenizer itself
+    if "tokenizer_kind" not in meta:  # it is not a tokenizer itself
         with suppress(CacheError, OSError):  # a damaged tokenizer is not this cache's damage
             beside = tokenizer_above(folder)
             about = {} if beside is None else read_meta(str(beside / META_NAME))

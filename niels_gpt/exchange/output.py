@@ -34,7 +34,7 @@ from niels_gpt.tokenizers.protocol import Ids, token_dtype_of
 from niels_gpt.work import Progress
 
 MANIFEST_NAME = "niels_gpt.json"
-"""In every exported folder: names the cache, and the shards in each file."""
+"""File in every exported folder that names the cache, and the shards in each file."""
 MANIFEST_VERSION = 1
 _WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 _BLOCK_TOKENS = 1 << 22
@@ -137,7 +137,7 @@ class TokenCache:
         self.opened, self.folder, self.meta, self.kind = opened, opened.folder, opened.meta, opened.kind
         checked_meta(self.meta, str(self.folder / META_NAME))  # as every reader does: ids below 2**31, sizes
         self.dtype: np.dtype[Any] = token_dtype_of(self.meta, self.folder / META_NAME)
-        """Of the ids: little-endian uint16 or uint32."""
+        """Dtype of the ids: little-endian uint16 or uint32."""
         self.sums = BlockSums(self.folder, self.meta, "blocks")
         self._bounds: dict[str, NDArray[np.int64]] = {}
 

@@ -1,7 +1,7 @@
 """Files of the hub's datasets as an fsspec protocol: each read returns the bytes asked for, or raises.
 
 All retries of a file's bytes happen here, with one limit, instead of in three layers of libraries. The library's own
-protocol, hf://, stays as it is.
+protocol, hf://, is unchanged.
 """
 
 from __future__ import annotations

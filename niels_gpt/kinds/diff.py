@@ -240,7 +240,7 @@ class Match(NamedTuple):
     only_a: list[Numbers]
     only_b: list[Numbers]
     moved: list[Pairs]
-    """For A's train and val: documents in B's other split, and their numbers there."""
+    """Documents of A's train, then val, that are in B's other split, with their numbers there."""
 
 
 def match(digests: NDArray[np.uint64], sizes: Sequence[int], ids: NDArray[np.uint64] | None = None) -> Match:

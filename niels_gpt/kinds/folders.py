@@ -92,7 +92,7 @@ def caches_of(paths: Iterable[Path]) -> tuple[list[Path], dict[str, Exception]]:
 
 
 def refuse_unless_cache(path: Path) -> None:
-    """Raise an error for a path that is no cache: a wrong argument, not damage.
+    """Raise an error for a path that is not a cache: a wrong argument, not damage.
 
     Accepts a damaged cache: its meta.json cannot be read, or is missing beside its tokens, or its version is gone.
     Raises: FileNotFoundError if there is no folder, or no cache in it; CacheError E209 for a part of a cache.

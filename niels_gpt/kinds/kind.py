@@ -90,7 +90,7 @@ class Held(NamedTuple):
     counts: dict[str, dict[str, int]]
     """Things in the singular, outermost first -> split -> number; split "" for a cache of one piece."""
     note: str = ""
-    """Text behind the numbers, such as "98.2% of the supervised tokens"."""
+    """Text after the numbers, such as "98.2% of the supervised tokens"."""
     loss: int | None = None
     """Tokens with loss; None if unknown or all."""
 

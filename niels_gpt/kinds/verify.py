@@ -86,7 +86,7 @@ def find_damage(path: Path, *, deep: bool, progress: Progress | None = None) -> 
     """Return the damage of the cache at `path`; [] for a good one. Opens nothing outside its folder.
 
     Warnings are no damage. A quick look compares sizes, headers and sums, and finds files that meta.json does not name.
-    It reads files that have another name, a hard link, and were written after meta.json.
+    It also reads files that have a further name (a hard link) and were written after meta.json.
     path: the public folder, such as cache/sft/oasst1, or the folder of a version; resolved once.
     deep: read every file. A small cache, such as a tokenizer, is always read.
     progress: called with files, bytes read, and bytes to read in all.
@@ -118,7 +118,7 @@ def examined(folder: Path, deep: bool, progress: Progress | None = None) -> tupl
 
     No reader opens a unit, so only sizes, sha256 and CRC-32 of its files are compared.
     folder: of a version, without links on the way.
-    Raises: CacheError E205 for a meta.json that is no regular file.
+    Raises: CacheError E205 for a meta.json that is not a regular file.
     """
     try:
         cache = Cache.trusted(folder)

@@ -195,7 +195,7 @@ def _by_segments(traits: Architecture, forest: PrefixForest, inputs: Mapping[str
     try:
         given = segments_of(inputs)
     except ValueError as error:
-        raise AttentionRouteError(f"the keys of the tree are not those of the forest: {error}") from error
+        raise AttentionRouteError(f"the keys of the tree differ from the keys of the forest: {error}") from error
     if given is None:
         return False
     if traits.implementation != NAME:

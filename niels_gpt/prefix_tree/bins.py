@@ -67,7 +67,7 @@ def _depth_first(forest: PrefixForest) -> tuple[Ints, Ints, Ints]:
 
 
 def _least_between(values: Ints, places: Ints) -> Ints:
-    """Return the least of the values from behind each place to the next place: [places - 1].
+    """Return the least value after each place, up to the next place: [places - 1].
 
     Undefined between equal places.
     """
@@ -389,7 +389,7 @@ def pack(
     Raises:
         TreeError (E801): a sample is larger than the budget, there are fewer samples than ranks, arguments do not fit
             each other, or an argument for sequences comes with forests.
-        TreeTypeError (E801): an id is no integer, or max_tokens or ranks is no whole number.
+        TreeTypeError (E801): an id is not an integer, or max_tokens or ranks is not a whole number.
     """
     forests, numbers = _grouped(samples, groups, loss_mask, prompt_lengths)
     sizes, order = SampleSizes.of(forests)

@@ -92,7 +92,7 @@ class LossEdges:
             unpredictable=int(at_start.sum()),
             weighting=weighting if isinstance(weighting, str) else "given",
         ).to(forest.input_ids.device)
-        if edges.weighting == "per_sample":  # the result of the lines below in a third of the time
+        if edges.weighting == "per_sample":  # the same result as the lines below, faster
             return replace(edges, weight=edges.sample_edge.bincount(minlength=edges.num_edges).double())
         weights = edges.token_weights(weighting)
         return replace(edges, weight=edges.weight.index_add(0, edges.sample_edge, weights))
@@ -216,9 +216,9 @@ def edge_logprobs(
         temperature: divides the logits.
         chunk: with an lm_head, how many rows have their logits in memory at a time. The backward pass recomputes each
             chunk.
-        entropies: return (log-probs [E], entropies [E]). An entropy, in nats, is of the distribution that predicts the
-            target, at the same temperature, of the same dtype and with its gradient. A logit of -inf counts 0. Edges of
-            one row have equal entropies, and `sample_logprobs` gives them by token.
+        entropies: return (log-probs [E], entropies [E]). An entropy, in nats, belongs to the distribution that predicts
+            the target, at the same temperature, of the same dtype and with its gradient. A logit of -inf counts 0.
+            Edges of one row have equal entropies, and `sample_logprobs` gives them by token.
 
     Raises:
         TreeError (E801): T differs from the forest's, chunk is below 1, or temperature is not a number above 0.

@@ -143,7 +143,7 @@ class PrefixForest:
         Raises:
             TreeError (a ValueError, E801): there is no sequence, one is empty, an id is below 0 or above 2**31 - 1, a
                 mask does not fit, or a prompt is longer than its sequence.
-            TreeTypeError (a TypeError, E801): an id, or a length of a prompt, is no integer.
+            TreeTypeError (a TypeError, E801): an id, or a length of a prompt, is not an integer.
 
         >>> forest = PrefixForest.from_sequences([[1, 2, 10, 11], [1, 2, 20, 21, 22]])
         >>> forest.input_ids.tolist(), forest.subtree_end.tolist()
@@ -170,7 +170,7 @@ class PrefixForest:
 
         Raises:
             TreeError (E801): there is no completion, one is empty, an id is out of range, or a mask does not fit.
-            TreeTypeError (E801): an id is no integer.
+            TreeTypeError (E801): an id is not an integer.
         """
         pieces, bounds = concatenated([prompt_ids, *completions], "completion", first="the prompt")
         prompt, *rest = np.split(pieces, bounds[1:-1])
@@ -192,7 +192,7 @@ class PrefixForest:
         *,
         loss_nodes: Iterable[int] | None = None,
     ) -> PrefixForest:
-        """Take a given tree, such as a `FoldedRollouts` has: nodes with equal first tokens are not merged.
+        """Take a given tree, such as in a `FoldedRollouts`: nodes with equal first tokens are not merged.
 
         Args:
             node_lengths: [N] tokens of each node, in the order of `input_ids`; may be 0.

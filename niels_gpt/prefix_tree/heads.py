@@ -56,7 +56,7 @@ def body_forward(model: nn.Module, forest: PrefixForest, *, backend: Backend = "
     with ExitStack() as hooks:
         hooks.callback(body.register_forward_hook(_hand_out).remove)
         if "logits_to_keep" in inspect.signature(inner.forward).parameters:
-            # The last row, by its index: Gemma 4 takes the number 1 as leave to run some layers on that row alone.
+            # The last row, by its index: given the number 1, Gemma 4 runs some layers only on that row.
             last = len(forest.input_ids) - 1
             arguments["logits_to_keep"] = torch.tensor([last], device=arguments["position_ids"].device)
         else:

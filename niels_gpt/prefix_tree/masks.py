@@ -259,7 +259,7 @@ def block_mask(
         full &= high[:, None] - low < window
 
     def mask_mod(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        # The captured arrays are as long as the blocks: kernels ask for rows behind the last one too.
+        # The captured arrays are as long as the blocks: kernels ask for rows after the last one too.
         seen = (k <= q) & (q < ends[k])
         return seen if window is None else seen & (positions[q] < positions[k] + window)
 

@@ -23,7 +23,7 @@ MOST_DRAWN = 2048
 _WIDTH, _HEIGHT, _MASK = 7.2, 2.8, 6.0  # inches
 _FILL, _DARK, _LINE = "#9ec5e8", "#1d5f9e", "#c2410c"  # of different lightness, for the colour-blind
 _COLOURS_IN_FILE = 24  # Dagster's event log keeps a picture of each run
-_DOTS = 40  # at most so many forests are drawn as dots too
+_DOTS = 40  # at most this many forests are drawn as dots too
 
 
 def check_picture(target: Path) -> None:

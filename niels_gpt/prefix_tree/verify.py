@@ -63,8 +63,9 @@ def verify_fold(
             other batches all tokens after node 0, and all but the first of samples where node 0 is missing or empty.
         weighting: the expected weights, as in LossEdges.from_forest.
         parameters: the gradients to compare: a module, tensors, or pairs of name and tensor. Default: the parameters of
-            forward, forward.model or forward.__self__; without any, gradients are not compared. `.grad` stays as it is.
-        tolerance: default: the loosest of TOLERANCES for the dtypes of logits and parameters. Leaks have ROUNDING.
+            forward, forward.model or forward.__self__; without any, gradients are not compared. `.grad` is unchanged.
+        tolerance: default: the loosest of TOLERANCES for the dtypes of logits and parameters. Leaks are compared with
+            ROUNDING.
         ignore_idx: the label of rows without a loss.
         probes: how many tokens to change, one at a time: drawn by `seed` from different nodes, if possible such that
             some later tokens see them and some do not.

@@ -42,7 +42,7 @@ _OF_TEMPLATE = ("chat_template", "loss_on")
 def template_text(settings: Settings) -> str | None:
     """Return the text of the template file in the settings; None for the tokenizer's own.
 
-    Raises: FileNotFoundError; CacheError E205 for anything but a file, E407 for a file that is no text or too large.
+    Raises: FileNotFoundError; CacheError E205 for anything but a file, E407 for a file that is not text or too large.
     """
     if settings.chat_template in (None, OF_TOKENIZER):
         return None

@@ -458,7 +458,7 @@ def _obstacle(work: Work) -> Said | None:
 def inputs_seen(settings: Settings, name: str) -> dict[str, str]:
     """Return the inputs of a build that this machine sees, by their role, to compare machines.
 
-    Files of the source count by name and size alone: reading them may take hours.
+    Files of the source count only by name and size: reading them may take hours.
     Raises: the errors of `resolve_source` and `read_exclusion`.
     """
     home = next((home for home in home_recipes() if name in home.recipes), None)

@@ -116,7 +116,7 @@ class Family:
         return recipe
 
     def asks(self, settings: Settings) -> str:
-        """Return the text about the settings that a plan shows behind the source; "" for none."""
+        """Return the text about the settings that a plan shows after the source; "" for none."""
         return ""
 
     # --- checks before a build ---

@@ -46,7 +46,7 @@ def units_of(
 ) -> CacheUnits:
     """Return the units of a cache. key: of the cache, or the name of a source of text.
 
-    refresh, observed, fixes: as in `Units`, whose errors it raises.
+    refresh, observed, fixes: see `Units`. Raises its errors.
     """
     of_homes = {key: made for home in home_recipes() for key, made in home.units.items()}
     how: dict[str, Any] = {"refresh": refresh, "observed": observed, "fixes": fixes}

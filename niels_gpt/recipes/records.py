@@ -96,7 +96,7 @@ class Outcome:
     peak_bytes: int | None
     """Peak resident memory of this process during the recipe; None if the system does not report it."""
     fingerprint: str
-    """Of the recipe: settings, tokenizer, source, format."""
+    """Sha256 of the recipe: settings, tokenizer, source, format."""
     engine: str | None = None
     """Name of the Engine that encoded; None for a tokenizer, and if nothing was built."""
 

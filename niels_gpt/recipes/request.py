@@ -193,9 +193,9 @@ class Request(Inputs):
     """A cache as the settings request it, from a source whose text is known."""
 
     provenance: dict[str, Any]
-    """Of the source: the fingerprint of the bytes of files, or the revision on the hub."""
+    """Identity of the source: the fingerprint of its files, or its revision on the hub."""
     fingerprint: str
-    """Of everything that decides the cache's bytes."""
+    """Sha256 of everything that decides the cache's bytes."""
 
     @property
     def num_threads(self) -> int:

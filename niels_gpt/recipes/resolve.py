@@ -147,7 +147,7 @@ class ResolvedSource:
         if self.kind == "hub":
             return self._hub_provenance(self._known(recorded or {}, ask_hub))
         assert self.root is not None
-        _ = self.listing  # kept as it is before the bytes are read
+        _ = self.listing  # fixed before the bytes are read
         fingerprint = files_fingerprint(self.root, self.files)
         if self.user is not None:  # the user's lines are in meta.json, or decide what is read
             stated = [fingerprint, self.user.field, *self.credit]

@@ -22,7 +22,7 @@ from niels_gpt.storage.remedies import build_command
 Documents = Iterator[tuple[str | None, str, str]]
 """Split (None leaves the choice to the text and the seed), text, and id of the document in its source."""
 BATCH_BYTES = 1 << 20  # of text in a batch, which ends with the document that reaches it ...
-BATCH_DOCUMENTS = 2_000  # ... or with so many
+BATCH_DOCUMENTS = 2_000  # ... or with this many
 Chats = Iterator[tuple[str, list[dict[str, str]]]]
 """Id of the chat in its source, and its messages."""
 
@@ -249,7 +249,7 @@ def _kept(
 
 
 def _count_nul(counters: Counter[str], source: str, name: str) -> None:
-    problem = "a text with NUL characters, a sign of UTF-16 without a byte-order mark; kept as it is"
+    problem = "a text with NUL characters, a sign of UTF-16 without a byte-order mark; kept unchanged"
     note(counters, WITH_NUL, f"{source}, {name}: {problem}")
 
 

@@ -67,7 +67,7 @@ def ensure_tokenizer(settings: Settings, *, user_sources_only: bool = False, fro
     """Return the installed tokenizer <cache>/tokenizer. Makes and installs it first if necessary.
 
     A tokenizer that was trained without a source that failed is trained again once that source has changed.
-    user_sources_only, from_scratch: as in `stage_tokenizer`, whose errors it raises.
+    user_sources_only, from_scratch: see `stage_tokenizer`. Raises its errors.
     """
     installed = meta_or_none(cache_root(settings) / TOKENIZER_KEY)
     if installed is not None and has_new_sources(settings, installed):
@@ -368,13 +368,13 @@ class _Named:
         return content_sha256(records_of(self.files))
 
     def opened(self) -> FullTokenizer:
-        """Open it. Raises: CacheError for a file that is no tokenizer."""
+        """Open it. Raises: CacheError for a file that is not a tokenizer."""
         return opened(self.path, self.content, self.follow_links)
 
     def about(self, settings: Settings) -> dict[str, Any]:
         """Return its facts for meta.json, also from a meta.json beside it.
 
-        Raises: CacheError for a file that is no tokenizer, or one trained on the sample for other text.
+        Raises: CacheError for a file that is not a tokenizer, or one trained on the sample for other text.
         """
         sha256, known = self.opened().sha256, dict[str, Any]()
         for name in ("tokenizer_meta.json", META_NAME):

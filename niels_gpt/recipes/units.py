@@ -429,8 +429,8 @@ class Units(CacheUnits):
 
         Returns None, and does nothing, unless a cache of these settings and this text is sealed. A killed call is
         repeated. The plan is removed at the end, but kept while files stay damaged or missing, for the next unit.
-        progress: as in `build`, whose errors it raises, too.
-        Raises: CacheError E306, before anything is changed, if the unit gives other bytes now.
+        progress: see `build`. Raises: the errors of `build`; CacheError E306, before anything is changed, if the unit
+            gives other bytes now.
         """
         partition, mended = Partition.checked(number, self.settings.partitions), None
         while self.kind.mend is not None and mended is None and is_committed(self.path, self.asked.fingerprint):
@@ -542,7 +542,7 @@ class Units(CacheUnits):
                     self.path,
                     f"its text changed while partition {int(path.name)} was built, which is removed",
                     "the text of the plan",
-                    f"Run the same command when the text no longer changes: it fixes a plan of the text as it is then: "
+                    f"Run the same command when the text no longer changes: it fixes a plan of the text of that time: "
                     f"{self.asked.command()}",
                     code="E306",
                 )
@@ -595,7 +595,7 @@ class Units(CacheUnits):
         found = f"its partitions belong to another plan ({'; '.join([plan.folder.name, *differing[plan.sha256]])})"
         there = settings_of(plan, self.settings, self.source.spec.settings, self.asked.tokenizer_content)
         if there == self.settings:
-            again = f"Build partitions of the source as it is now: {build_command(there, self.key)}"
+            again = f"Build partitions of the current source: {build_command(there, self.key)}"
             return NoPlan(self.path, found, "the source and tokenizer of their builds", again, code="E511")
         return NoPlan(self.path, found, "the flags of their builds", self._seals(there), code="E511")
 

@@ -7,7 +7,7 @@
     [rollouts]
     maths = "rollouts/step_*.jsonl.gz"
 
-    [sft.support]                              # a table where there is more to say
+    [sft.support]                              # a table, for more settings
     files = "chats/*.json"
     licence = "CC BY 4.0"
     attribution = "The support team"

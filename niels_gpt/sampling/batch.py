@@ -4,7 +4,7 @@
     cu_seqlens  0       4     6         11 12    where segments begin in x.view(-1), and where the last one ends
     piece_ids   A       B     C         -1       of each segment; -1: padding, or not known
     positions   0 1 2 3 0 1   0 1 2 3 4 0        of each token in its segment
-    y           A A A - B -   C C C C - -        -: -100; the target of a piece's last token is of another piece
+    y           A A A - B -   C C C C - -        -: -100; the target of a piece's last token is in another piece
 
 Tokens of different segments must not attend to each other: `block_causal_mask`, or FlashAttention's varlen functions,
 which take cu_seqlens and max_seqlen.

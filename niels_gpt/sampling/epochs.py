@@ -34,7 +34,7 @@ from niels_gpt.storage.versions import version_name
 
 STREAM_VERSION = 1
 """Version of the order: increased when the same seed and number mean another sample."""
-_TOKENS_AHEAD = 1 << 20  # 2 MiB of ids of 16 bits: a half and the double take more time
+_TOKENS_AHEAD = 1 << 20  # 2 MiB of ids of 16 bits
 _BATCHES_AHEAD = 64  # so that the first batch of a stream of short rows does not wait for thousands
 Made = TypeVar("Made")
 
@@ -45,11 +45,11 @@ class Units(ABC):
     version: ClassVar[dict[str, Any]]
     """`kind` and version of the order, as a state names them."""
     purpose: ClassVar[int] = 0
-    """Of the keys: units of other kinds with the same seed have unrelated orders."""
+    """Purpose of the keys, so that units of other kinds with the same seed have unrelated orders."""
     split: Any
     """What they are read from: `PretrainSplit`, `SFTSplit`, or a dataset of EAGLE-3."""
     folder: Path
-    """Of the split's cache, or of the split in it, for messages."""
+    """Folder of the cache, or of the split in it, for messages."""
     T: int
     vocab_size: int | None
 
@@ -147,7 +147,7 @@ class Windows(Units):
         if documents:
             self._open_index()
             self._to_split: Numbers = np.cumsum(lengths) - lengths - self.files.first_tokens
-            """Of each shard: what to add to a place of `TokenFiles.gather`, which makes it a token of the split."""
+            """For each shard, the number that turns a place of `TokenFiles.gather` into a token of the split."""
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -186,13 +186,13 @@ class Windows(Units):
         return self._with_documents(located, places + self._to_split[shards]) if self.documents else located
 
     def _with_documents(self, located: LocatedWindows, begins: Numbers) -> LocatedWindows:
-        """Let windows know their documents, looked up for thousands at once, in a third of the time.
+        """Let windows know their documents, looked up for thousands at once, which is faster.
 
         begins: of each window, in tokens of the split: int64 [n].
         """
         index, T = self.split.documents, self.T
         firsts, nexts = index.searchsorted(begins, side="right") - 1, index.searchsorted(begins + T, side="left")
-        # One table, not five arrays: batches of 64 rows were read in 5 to 10 % less time.
+        # One table, not five arrays: a batch slices it once.
         table = np.stack((begins, firsts, nexts, located.shards, located.places))
         located.shards, located.places = table[3:]
         located.segments = Ahead(len(begins), T, lambda some: _Segments(index, T, *table[:3, some]))
@@ -258,9 +258,9 @@ class EpochStream(Stream[Batch]):
         drop_last: skip the last batch if it is short.
         random_offset: start the windows of a shard at a seeded token from 0 to (n - 1) % T, another one in each epoch.
             Windows of shards where (n - 1) % T is 0 cannot move; warns if they are more than a twentieth of all.
-        documents: batches have the same rows in the same order, and say which tokens are of one document, by the index
-            of the cache: `cu_seqlens`, `position_ids`, `documents` (`piece_ids` is the same). y is -100 where the next
-            token is of another document. No part of the state: a run may resume with or without it.
+        documents: batches have the same rows in the same order, and say which tokens belong to one document, by the
+                index of the cache: `cu_seqlens`, `position_ids`, `documents` (`piece_ids` is the same). y is -100 where
+                the next token belongs to another document. Not part of the state: a run may resume with or without it.
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for the numbers.
         """
         counts: dict[str, Any] = {"global_batch_size": global_batch_size, "rank": rank, "world_size": world_size}

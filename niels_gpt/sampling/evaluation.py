@@ -118,7 +118,7 @@ def bits_per_byte(
     loss_sum: cross entropy in nats, summed over all targets of `iter_eval`, of all ranks. It is divided by ln 2 and by
         the UTF-8 length of the split's texts, from meta.json. (The first token is not a target, but its bytes count;
         end-of-texts are targets without bytes.)
-    shards_dir, split: as for `iter_eval`.
+    shards_dir, split: see `iter_eval`.
     check: refuse a result below 0.001 bits per byte, which no model of text reaches: a mean was passed, not the sum.
     Raises: ValueError for a sum that is negative or not finite, and by `check`; FileNotFoundError; CacheError for an
         sft cache and where meta.json has no byte count.

@@ -61,7 +61,7 @@ class _LocatedExamples:
     def __init__(self, units: Examples, places: Numbers) -> None:
         """places: the first token, the one after the last, the piece, and its example: int64 [4, n].
 
-        One array, not four: a slice of each would take 1 us of a batch's 30.
+        One array, not four: a batch slices it once.
         """
         self._units, self._places = units, places
 
@@ -98,9 +98,9 @@ class SFTStream(Stream[Batch]):
 
     Sample k is row `permute(k % rows)` of epoch `k // rows`. Ranks, DataLoader workers and the state are as in an
     EpochStream; see `Stream` and docs/reading.md. x is padded with the cache's pad_id; y has -100 where there is no
-    loss, and at padding, like y_masked of `SFTExampleDataset.get_batch`, whose y has every token. A row is a segment of
-    its example, and one of its padding, whose piece and document are -1. A piece has the number of its example, the
-    document; with over_length="split" pieces are counted through the split.
+    loss, and at padding, like y_masked of `SFTExampleDataset.get_batch`, whose y has every token. A row has two
+    segments: its example, and its padding with piece and document -1. Piece and document are the number of the example;
+    with over_length="split" pieces are numbered through the split.
     """
 
     def __init__(

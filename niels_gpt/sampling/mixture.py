@@ -131,7 +131,7 @@ class Mixture(Samples):
         self._joined, counts = TokenFiles.joined(files), [0, *(len(part.paths) for part in files)]
         self._first_files: Numbers = np.cumsum(counts)[:-1]
         self._to_places = self._joined.first_tokens - np.concatenate([part.first_tokens for part in files])
-        """Of each file: what to add to a place in the files of its source."""
+        """For each file, the number that turns a place in the files of its source into a place in the joined files."""
         self._vocab_size = next((of.vocab_size for of in plain if of.vocab_size is not None), None)
 
     def drawn(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
@@ -226,7 +226,7 @@ class MixtureStream(Stream[Any]):
             0; a stage after the end of the mixture is never reached.
         when_exhausted: for all streams or for each: "repeat" its epochs without end; "stop" the mixture after one
             epoch; or a number of epochs, after which the other streams take its place. In the block in which a stream
-            ends, the others fill what it lacks of its share: so the shares of a mixture that stops there are not exact.
+            ends, the others fill its missing share, so the shares of a mixture that stops there are not exact.
         drop_last: when the mixture ends, skip the last batch if it is short.
         Raises: ValueError for arguments that do not fit together, CacheError for caches of different tokenizers.
         """

@@ -186,7 +186,7 @@ class Phase:
     def positions(self, samples: NDArray[np.int64], key: np.uint64) -> NDArray[np.int64]:
         """Return how many samples of each source come before each of these samples: int64 [n, sources].
 
-        samples: [n], also the one after the last of the phase. key: as for `located`.
+        samples: [n], also the one after the last of the phase. key: see `located`.
         """
         _, earlier, blocks, before = self._drawn(samples, key)
         return earlier.T + before[blocks]

@@ -83,8 +83,7 @@ def sealed(
     """Return a state: the identity of the stream, its progress, and a checksum of both.
 
     crc: from `identity_crc`. progress: integers, and lists of them, which the state takes over. worker: in a DataLoader
-    worker, [worker, workers, global_batch_size]. Every batch has a state, so this takes under 2 us for a state without
-    lists.
+    worker, [worker, workers, global_batch_size]. Every batch has a state, so this must be quick.
     """
     state = {**copied(identity), **progress, "checksum": _checksum(crc, progress, worker)}
     return {**state, "worker": list(worker)} if worker else state

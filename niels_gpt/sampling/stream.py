@@ -64,7 +64,7 @@ class Samples(ABC):
     def locate(self, numbers: Numbers) -> Located:
         """Look up samples by their numbers: int64 [n], in any order.
 
-        Thousands at once take 0.1 to 0.9 us each; one alone takes as long as hundreds.
+        Ask for thousands at once: one sample takes as long as hundreds.
         """
 
     def prepare(self, consumed: Numbers) -> None:  # noqa: B027 - where `progress` costs little there is nothing to do
@@ -72,7 +72,7 @@ class Samples(ABC):
 
 
 class _Reader(local):
-    """Of a thread: what a stream that is iterated in it tells of itself, if the thread reads ahead."""
+    """What a stream tells of itself to the thread that iterates it, if that thread reads ahead."""
 
     lend: Callable[[Stream[Any]], None] | None = None
 
@@ -86,7 +86,7 @@ class Stream(IterableDataset[B], Generic[B]):
     samples: Samples
     T: int
     """Tokens of a row, in streams of tokens."""
-    _BLOCK = 16384  # samples located at once: 0.1 to 0.9 us each, but about 1 ms for a few: cycles are walked together
+    _BLOCK = 16384  # samples located at once: a few take as long as hundreds, because cycles are walked together
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ class Stream(IterableDataset[B], Generic[B]):
         """Raise RuntimeError if another thread reads ahead: the stream's position is then not the consumer's."""
         if self._ahead not in (None, get_ident()) and get_worker_info() is None:
             raise StreamUseError(
-                "prefetch reads ahead in this stream: its position is not that of the batch in use. Save batch.state, "
+                "prefetch reads ahead in this stream: its position is ahead of the batch in use. Save batch.state, "
                 "and close the prefetch before the stream is used or copied otherwise"
             )
 

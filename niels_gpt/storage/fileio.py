@@ -223,8 +223,7 @@ def fsync_dir(path: PathLike) -> None:
 
 def sync_tree(root: PathLike) -> None:
     """Make a folder and all its contents durable."""
-    # Many files are synced several at once: a file system then writes its journal once for all that wait. On ext4 1,500
-    # linked shards take 0.1 s instead of 4 s.
+    # Many files are synced several at once: a file system then writes its journal once for all that wait.
     from concurrent.futures import ThreadPoolExecutor
 
     for folder, _, names in os.walk(root):

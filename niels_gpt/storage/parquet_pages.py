@@ -29,7 +29,7 @@ class Page:
     """Uncompressed: what a reader allocates."""
     is_dictionary: bool
     encoding: int
-    """Of its values, by its number in parquet.thrift."""
+    """Encoding of its values, by the number in parquet.thrift."""
 
 
 def pages_of(handle: int, start: int, end: int) -> Iterator[Page]:

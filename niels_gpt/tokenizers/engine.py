@@ -35,7 +35,7 @@ CHOICES: Final = ("auto", "gigatoken", "reference")
 FIRST_COMPARED: Final = 1000
 """The first documents of a stream, which are all compared with the reference."""
 ONE_COMPARED_OF: Final = 100
-"""One in so many of the later documents is compared. The reference takes some seventy times as long as gigatoken, so
+"""One in this many of the later documents is compared. The reference takes some seventy times as long as gigatoken, so
 this share costs less time than gigatoken itself."""
 _PIECE_BYTES = 1 << 20
 """A longer text is compared in pieces: a reference takes up to 130 times its size in memory."""
@@ -205,7 +205,7 @@ class ComparedEngine:
 
 
 def pieces_of(text: bytes) -> Iterator[bytes]:
-    """Cut UTF-8 text into pieces of at most 1 MiB, behind a line end, else between characters."""
+    """Cut UTF-8 text into pieces of at most 1 MiB, after a line end, else between characters."""
     start = 0
     while start < len(text):
         stop = start + _PIECE_BYTES
@@ -260,7 +260,7 @@ def _opened(tokenizer: Tokenizer, choice: str, seed: int) -> Engine:
     if choice == "reference" or (choice == "auto" and reference.name == "encode"):
         return reference
     if reference.name == "encode":
-        found = f"{type(tokenizer).__name__} is no tokenizer.json and no SentencePiece model"
+        found = f"{type(tokenizer).__name__} is neither a tokenizer.json nor a SentencePiece model"
         raise TokenizerError(f"gigatoken cannot be used: {found}. Leave engine out, or name the reference", code="E411")
     full = cast(FullTokenizer, tokenizer)
     try:

@@ -1,8 +1,8 @@
 """gigatoken as an engine for BPE: some seventy times as fast as the libraries that define the ids, and new.
 
 Decides which tokenizers it knows and which tokenizer.json it opens for one; leaves some texts to the reference, since
-gigatoken's tables are of Unicode 17 and the reference's are older; opens gigatoken again when its cache of words, which
-has no limit, has grown too large.
+gigatoken has the tables of Unicode 17, the reference has older ones; opens gigatoken again when its cache of words,
+which has no limit, has grown too large.
 """
 
 from __future__ import annotations

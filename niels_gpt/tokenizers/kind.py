@@ -35,7 +35,7 @@ class TokenizerKind(Kind):
         "locate": "A tokenizer holds no tokens of a text",
         "digests": "Tokenizers differ by what meta.json says of them",
         "plot": "A tokenizer has no lengths to draw",
-        "formats": "A tokenizer is copied as it is: its model is a file of SentencePiece or Hugging Face",
+        "formats": "A tokenizer is copied unchanged: its model is a file of SentencePiece or Hugging Face",
     }
     page = Page(
         "from niels_gpt.tokenizer import load_tokenizer\n\n"

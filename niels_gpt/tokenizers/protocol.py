@@ -88,7 +88,7 @@ class FullTokenizer(Tokenizer, Protocol):
         """Return the id of a token by its literal, such as "<|endoftext|>"; None without such a token."""
 
     def token(self, token_id: int, /) -> str:
-        """Return the vocabulary's name of an id, for people: its literal, or such as "<0x0A>" for a byte."""
+        """Return the printable name of an id: its literal, or a form such as "<0x0A>" for a byte."""
 
 
 def ids_before(ids: Sequence[int], of_text: Sequence[int]) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ for _ in range(101):
         (-math.inf, "the number -inf"),
         (10**400, "an integer beyond 64 bits"),
         (b"x", "of type bytes"),
-        ({1: 2}, "a key that is no string"),
+        ({1: 2}, "a key that is not a string"),
         (NESTED, "more than 100 levels"),
         ([0] * (1 << 20), "more than 1,048,576 values"),
         ("x" * (1 << 23), "more than 8,388,608 characters"),

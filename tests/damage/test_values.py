@@ -591,7 +591,7 @@ DEEP = {
         "native",
         tensors(SECOND, lambda old: {"loss_bits": old["loss_bits"] | last_bit(old)}),
         SECOND,
-        "bits behind the last token",
+        "bits after the last token",
     ),
     "nan in probabilities": (
         "dense",

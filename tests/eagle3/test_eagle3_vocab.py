@@ -129,7 +129,7 @@ def test_the_tables_lead_from_a_draft_id_to_the_target_and_back():
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
-        ([5, 0, 5], "3 ids, and 2 different ones"),
+        ([5, 0, 5], "3 ids, only 2 of them different"),
         ([5, 7], "id 7, expected 0 <= id < target_vocab_size=7"),
         ([-1], "id -1"),
         ([], "torch.float32 and shape (0,)"),

@@ -52,7 +52,7 @@ def test_each_token_sees_its_segment_up_to_itself(dtype):
 @pytest.mark.parametrize(
     ("cu_seqlens", "message"),
     [
-        (None, "None, expected those of a batch of"),
+        (None, "None, expected batch.cu_seqlens of"),
         (torch.tensor([0.0, 4.0]), r"float32 \[2\], expected int32 or int64"),
         (torch.tensor([[0, 4]]), r"int64 \[1, 2\], expected int32"),
         (torch.tensor([1, 4]), r"\[1, 4\], expected numbers that begin at 0 and ascend"),

@@ -226,7 +226,7 @@ def other_pattern(pre_tokenizer):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("own object", "ByteTokenizer is no tokenizer.json"),
+        ("own object", "ByteTokenizer is neither a tokenizer.json"),
         ("unigram model", "only BPE"),
         ("normalized model", "normalizes text"),
         ("unigram json", "'Unigram', not BPE"),

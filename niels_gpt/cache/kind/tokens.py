@@ -378,7 +378,7 @@ class SftKind(Tokens):
         'data = SFTExampleDataset.open("{path}", "train", T=1024)\n'
         "x, y, y_masked = data.get_batch(B=8, generator=torch.Generator().manual_seed(0))",
         PretrainKind.page.icons,
-        columns=(*PretrainKind.page.columns, ("y_masked", "int64 [B, T]", "y, but -100 where there is no loss")),
+        columns=(*PretrainKind.page.columns, ("y_masked", "int64 [B, T]", "y, but -100 at tokens without loss")),
     )
 
     card = Card(

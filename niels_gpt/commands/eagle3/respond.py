@@ -35,7 +35,7 @@ def _respond(source_root: str, dry_run: bool, **given: Any) -> Result:
     replies, tokens, left_out = (counts.pop(name, 0) for name in ("replies", "reply_tokens", "replies_left_out"))
     say(f"{options.output}: {replies:,} replies, {tokens:,} tokens; sha256 {record['sha256']}")
     if left_out:
-        say(f"replies left out behind the end of their chat: {left_out:,}")
+        say(f"replies left out after the end of their chat: {left_out:,}")
     _say_counts("left out by the source", dropped)
     _say_counts("of chats and replies", counts)
     _say_advice(counts)

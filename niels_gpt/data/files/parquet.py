@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BATCH_BYTES = 1 << 20  # target of a batch; a row group of fineweb-edu or of books has several hundred megabytes
-BATCH_ROWS = 1_000  # at most. Rows of 2 kB are equally fast within 10 % with 125 to 1,000; 32 take 1.3 times as long
+BATCH_ROWS = 1_000  # at most: smaller batches call arrow more often
 PROBE_ROWS = 16
 USUAL_PAGE_BYTES = 1 << 20  # pyarrow's; a page ends with the row that reaches it
 _PLAIN = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_LENGTH_BYTE_ARRAY", "BYTE_STREAM_SPLIT", "DELTA_BINARY_PACKED"}

@@ -7,7 +7,7 @@
 Beside ids, a completion or a sample may have `logprobs`, one for each id of the completion; `advantage` or
 `advantages`, one number or one for each of these ids; `mask` or `loss_mask`, 1 for each id with loss; and `reward`.
 Beside `completions` these names hold a list with an entry for each completion. A whole sequence has these lists for
-all of its ids; with `prompt_length`, logprobs and advantages belong to the ids behind the prompt. A field that is null
+all of its ids; with `prompt_length`, logprobs and advantages belong to the ids after the prompt. A field that is null
 is absent: rows of parquet have every field. `prompt_tokens` and `response_tokens`, the names of open-instruct, stand
 for `prompt_ids` and `completion_ids`. Other fields are not kept, and counted: see `unread_of`.
 """

@@ -60,7 +60,7 @@ class Columns:
     """Values of `Reading.others`, None where a row lacks one. A field that no row has may be missing."""
 
     def after(self, number: int) -> Columns:
-        """Return the rows behind the one with this number."""
+        """Return the rows after the one with this number."""
         cut = sum(each <= number for each in self.numbers)
         fields = {name: values[cut:] for name, values in self.fields.items()}
         return Columns(self.numbers[cut:], self.texts[cut:], fields)
@@ -106,7 +106,7 @@ def iter_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of files in order; a .txt file gives one {"text": line} per line, with its newline.
 
-    Raises: SourceError E302 for a damaged file, and for a row that is no JSON object or larger than
+    Raises: SourceError E302 for a damaged file, and for a row that is not a JSON object or larger than
         `max_document_bytes`. The message names the file, and the line or item.
     """
     for path in paths:

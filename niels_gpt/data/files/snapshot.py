@@ -104,7 +104,7 @@ def take(
     max_text_bytes: int | None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Append the rows of a dataset to `folder`, behind the rows that it has; return the manifest.
+    """Append the rows of a dataset to `folder`, after the rows that it has; return the manifest.
 
     To resume, rows that are kept already are read again and skipped.
     about: dataset, config, revision, licence, attribution, datasets_version and shuffle (None, or seed and buffer).
@@ -197,7 +197,8 @@ class _Writer:
         size = kept = 0
         broken: BaseException | None = None
         with open(temporary, "wb") as file:
-            # No name or time in the header: equal rows give equal bytes. Level 4 is twice as fast as 6, and 5 % larger.
+            # No name or time in the header: equal rows give equal bytes. Level 4 is much faster than 6, and little
+            # larger.
             with gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=4, mtime=0) as packed:
                 while size < PART_BYTES and not self.full:
                     try:

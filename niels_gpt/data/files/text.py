@@ -31,7 +31,7 @@ from niels_gpt.storage.meta_json import refuse_holes
 
 logger = logging.getLogger(__name__)
 
-_TOLD_BYTES = 1 << 32  # a line that is too large is named again after so many: unpacked, it can be of any length
+_TOLD_BYTES = 1 << 32  # a line that is too large is named again after this many: unpacked, it can have any length
 
 MAX_DOCUMENT_BYTES = 1 << 26
 """The largest document or row by default: 64 MiB."""
@@ -105,7 +105,7 @@ def is_pointer(text: bytes | str) -> bool:
 def has_other_text(texts: Sequence[str]) -> bool:
     """Return whether a row has a second text, different from the first one, which is read.
 
-    A string without white space inside is no text but a name or an id.
+    A string without white space inside is not text but a name or an id.
     """
     return any(text != texts[0] and re.search(TWO_WORDS, text) for text in texts[1:])
 
@@ -231,7 +231,7 @@ def line_blocks(file: BinaryIO, limit: int, path: Path | None = None) -> Iterato
 def open_source(path: Path) -> int:
     """Open a regular file of a source and return its descriptor.
 
-    Raises: FileNotFoundError E301 if it does not exist; NotRegularError E205 if it is no regular file; SourceError
+    Raises: FileNotFoundError E301 if it does not exist; NotRegularError E205 if it is not a regular file; SourceError
         E302 if it is mostly holes.
     """
     with errors_as("E301"):

@@ -78,7 +78,7 @@ def walk_folders(folder: Path, *, follow_links: bool = False, links: list[Path] 
         try:
             with os.scandir(where) as entries:
                 for entry in entries:
-                    # A folder whose path is too long is no folder for isdir; to look into it fails with a warning.
+                    # A folder whose path is too long is not a folder for isdir; to look into it fails with a warning.
                     if entry.name.startswith(".") or not (entry.is_dir(follow_symlinks=False) or os.path.isdir(entry)):
                         continue
                     if follow_links or not entry.is_symlink():

@@ -101,7 +101,7 @@ def integers(name: str, part: str, values: Any) -> Tensor:
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:  # null, text, lists of several lengths, too large
-        raise BadSample("mismatched", name, f"{part} is no list of integers ({error})") from error
+        raise BadSample("mismatched", name, f"{part} is not a list of integers ({error})") from error
     if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex():
         found = f"{part} is {tensor.dtype} {list(tensor.shape)}, expected integers in one dimension"
         raise BadSample("mismatched", name, found)

@@ -93,7 +93,7 @@ def prove(folder: Path, samples: Sequence[tuple[str, ForeignSample]], capture: C
         own = [each.layers[:, place, block] for place, block in enumerate(chosen)] + [each.last[:, side]]
         furthest = max((float(apart.median()) for apart in own if len(apart)), default=0.0)
         if furthest > fits:
-            text = f"{name} does not fit as the others do: its states are {furthest:.2g} away, as those of another text"
+            text = f"{name} does not fit as the others do: its states are {furthest:.2g} away, like another text"
             raise _refusal(folder, text, f"{fits} at most")
     fitting = [*(layers[:, place, block] for place, block in enumerate(chosen)), last[:, side]]
     far = max(float((apart > FAR).float().mean()) for apart in fitting)

@@ -219,7 +219,7 @@ def read_tensors_header(
                 raise ValueError(f"the offsets of {shortened(name)} do not fit its shape")
             tensors[name] = tensor
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise _damaged(where, f"its header is no list of a cache's tensors ({error!r:.200})") from error
+        raise _damaged(where, f"its header is not a list of a cache's tensors ({error!r:.200})") from error
     if size != 8 + length + end:
         raise _damaged(where, f"{size:,} bytes", f"{8 + length + end:,}, as its header states")
     return tensors, head + text
@@ -243,7 +243,7 @@ def open_file(path: PathLike, *, follow_links: bool = False) -> int:
             raise _link_refused(where) from error
         raise CacheError(where, "not a regular file", "one of an EAGLE-3 cache", code="E205") from error
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and error.filename is None:  # the parent is no folder
+        if isinstance(error, FileNotFoundError) and error.filename is None:  # the parent is not a folder
             raise NotFound(errno.ENOTDIR, os.strerror(errno.ENOTDIR), where, code="E702") from error
         if error.errno == errno.ELOOP:  # links in a circle, with follow_links
             raise _link_refused(where) from error

@@ -161,8 +161,8 @@ def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[st
     Versions 1 and 2 may lack keys that later tools added; a native manifest has all keys.
 
     follow_links: see `open_file`.
-    Raises: FileNotFoundError; CacheError E208 for another version; CacheError E701 for a file that is no JSON object, a
-        value of a wrong type, or more shards than names.
+    Raises: FileNotFoundError; CacheError E208 for another version; CacheError E701 for a file that is not a JSON
+        object, a value of a wrong type, or more shards than names.
     """
     path = manifest_path(cache_dir)
     try:
@@ -252,7 +252,7 @@ def _check_native(manifest: Mapping[str, Any], path: str) -> None:
     if (head["eps"] or 0) < 0 or not head["logit_scale"] > 0 or (softcap is not None and not softcap > 0):
         raise _refuse(path, "head", head, "eps of 0 or more, logit_scale and softcap above 0")
     if manifest["conventions"]["last_hidden"] == "post_norm" and head["norm"] != "none":
-        raise _refuse(path, "head.norm", head["norm"], "none, as the stored states are behind the norm")
+        raise _refuse(path, "head.norm", head["norm"], "none, as the stored states are after the norm")
 
 
 def _no_manifest(path: str) -> FileNotFoundError:

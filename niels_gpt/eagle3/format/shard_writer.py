@@ -344,7 +344,7 @@ def read_receipt(cache_dir: PathLike, shard_index: int, *, follow_links: bool = 
             checked_count(number, "slots", str(path))
         checked_sha256(receipt["header_sha256"], "header_sha256", str(path))
         if not all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in receipt["xxh3_128"]):
-            raise ValueError("xxh3_128 is no list of 32 lower-case hex digits each")
+            raise ValueError("xxh3_128 is not a list of 32 lower-case hex digits each")
         if not len(receipt["slots"]) == len(receipt["xxh3_128"]) == samples or receipt["shard"] != shard_index:
             raise ValueError(f"{samples} samples of shard {receipt['shard']}, without one entry for each")
         if not isinstance(receipt["facts"], dict) or receipt["receipt_version"] != _RECEIPT_VERSION:

@@ -478,10 +478,10 @@ class NativeShards(Shards[MappedShard]):
 
     def damage(self, shard: int, progress: Callable[[int], None] | None = None) -> Damage:
         """Compare the samples, then the loss bits after the last token, which belong to no sample."""
-        damage = super().damage(shard, progress)  # loss bits behind the last token are in no sample
+        damage = super().damage(shard, progress)  # loss bits after the last token are in no sample
         if not damage and self._unchecked(shard)[0].has_odd_bits:
             path = shard_path(self.cache_dir, shard)
-            damage.append((None, f"{path}: its loss bits behind the last token are damaged"))
+            damage.append((None, f"{path}: its loss bits after the last token are damaged"))
         return damage
 
     def _check_all(self) -> None:

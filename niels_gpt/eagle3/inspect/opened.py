@@ -4,7 +4,7 @@ Checks, comparisons and tables are written once for both forms: they ask a sampl
 the words in which the forms differ (`label`, `at`, `within`, `unit`).
 
 A cache is this project's if it has a sidecar/ or a meta.json of kind eagle3. The producer's caches have a plan; those
-of `write_shard` and `write_manifest` alone have receipts and no plan. A folder with none of these is another tool's. A
+of only `write_shard` and `write_manifest` have receipts and no plan. A folder with none of these is another tool's. A
 check that needs a sidecar or a plan raises `NotChecked` for a cache that never had one. Errors say how to repair the
 cache.
 """

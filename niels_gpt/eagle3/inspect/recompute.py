@@ -50,7 +50,7 @@ is half the sum over the tokens. bf16 arithmetic moves a slot by some hundredths
 _IDENTITY = ("revision", "weights_sha256", "config_sha256")
 _CHUNK_TOKENS = 1024  # of a table of weights, compared at a time
 _CHUNK_ROWS = 64
-_FP8_ERROR = 1 / 16  # of a number, rounded to three bits behind the first
+_FP8_ERROR = 1 / 16  # of a number, rounded to three bits after the first
 _FP8_ROUNDING = 0.03  # of a vector's length: each value is off by a sixteenth of itself at most
 _FREQUENT = 64  # tokens of the drawn samples that are tried first
 _TRIED = 4  # candidates for a sample's first token with which all of it is run
@@ -108,7 +108,7 @@ def _drawn(samples: int, k: int, seed: int) -> list[int]:
 
 
 def _with_plan(cache: DenseCache | NativeCache, target: Target, k: int, seed: int, progress: Progress) -> Problems:
-    _ = cache.plan, cache.samples  # fail early: these errors say more than those of what needs the files
+    _ = cache.plan, cache.samples  # fail early: these errors say more than later ones
     plan = open_plan(cache.folder, follow_links=cache.follow_links)
     other = [name for name in _IDENTITY if target.facts.get(name) != plan.target.get(name)]
     if other:
@@ -198,7 +198,7 @@ def _compared(row: StoredSample, again: StoredSample, run: Mapping[str, Any], ch
     """
     cache = row.cache
     if row.positions is not None and not all(map(np.array_equal, row.ids_and_loss(), again.ids_and_loss())):
-        yield row.problem("input_ids or loss_bits are not those of the plan's samples", "equal bits")
+        yield row.problem("input_ids or loss_bits differ from the plan's samples", "equal bits")
         return
     elsewhere = f" where the environment has another {', '.join(changed)}"
     computed = {field.name: field.values for field in again.fields()}
@@ -208,7 +208,7 @@ def _compared(row: StoredSample, again: StoredSample, run: Mapping[str, Any], ch
         if not differs.any():
             continue
         if not changed or name in INT_FIELDS:
-            why = "" if name in INT_FIELDS else ", for the environment is that of the plan"
+            why = "" if name in INT_FIELDS else ", because the environment equals the plan's"
             at, column, one, other = _largest_difference(row, again, name, differs)
             found = f"{cache.label(name, column)} is {one:g} at {cache.at(int(places[at]), column)}"
             so = f"{name} differs {cache.within(int(differs.sum()))}"

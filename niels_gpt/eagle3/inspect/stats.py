@@ -312,7 +312,7 @@ def _by_the_head(
         for number in np.unique(samples[is_known]).tolist():
             row = cache.row(shard, mapped, number)
             within = rows[is_known & (samples == number)] - mapped.starts[number, 2]
-            states = row.states(row.positions[within] - 1)  # a slot has those of the token before
+            states = row.states(row.positions[within] - 1)  # a slot has the states of the token before
             for norms in states.norm(dim=-1, dtype=torch.float64).numpy():
                 sums += norms
     by_shard = [sum(each) / len(each) if each else math.nan for each in masses]

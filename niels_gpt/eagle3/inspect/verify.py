@@ -338,7 +338,7 @@ def _wrong_checksums(cache: Eagle3Cache) -> Problems:
     raw = read_meta_bytes(cache.folder, follow_links=cache.follow_links)
     recorded, computed = meta_crc32(raw)
     if recorded != computed:
-        found = "meta_crc32 is not that of its content: it was changed"
+        found = "meta_crc32 does not fit its content: it was changed"
         yield CacheError(path, found, remedy=cache.remedy(), code="E701")
     meta = parse_object(raw)
     is_whole = len(existing_shard_indices(cache.folder)) == cache.num_shards == len(cache.shards)

@@ -8,7 +8,7 @@ A chunk, little-endian, has a document as each item:
 `index.json` names the chunks in order, with their bytes, items and tokens ("dim"), and the type of the ids as litdata
 records it for tensors: no_header_tensor:20 is uint16, no_header_tensor:16 is int32; it knows no uint32.
 StreamingDataset(FOLDER/train, item_loader=TokensLoader(block_size=T)) reads blocks of T tokens without regard to items,
-and does not read tokens behind the last whole block of a chunk. A document in two shards is an item in each.
+and does not read tokens after the last whole block of a chunk. A document in two shards is an item in each.
 litdata writes the time as `updated_at`, to see that a local copy is stale. Here `updated_at` is the sha256, in hex
 digits, over the sha256 of the chunks, so that the same tokens give the same file.
 """

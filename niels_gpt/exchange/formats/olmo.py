@@ -2,12 +2,12 @@
 
     SPLIT_NNNNN.npy             uint16 or uint32 [tokens], little-endian; the bytes of our shard. In spite of its name
                                 it has no header of numpy. Its readers take `dtype=NumpyDatasetDType.uint32` for uint32
-    SPLIT_NNNNN.csv.gz          a line for each document: START,END in tokens of this file, END the first one behind it
+    SPLIT_NNNNN.csv.gz          a line for each document: START,END in tokens of this file, END the first one after it
     label_mask/SPLIT_NNNNN.npy  bool [tokens], one byte each: whether the token carries loss; only of an sft cache.
                                 OLMo-core finds it by `label_mask_paths`, in the order of `paths`
 The gzip file is one member: 1f 8b 08 00, four zeros (no time), 00 ff, the deflated lines of level 6, CRC-32 and length.
 A document that lies in two shards is two documents. The fixed-length dataset of OLMo-core needs no borders. The packed
-ones look for its end-of-document id in local files, and lose the tokens behind the last such id of a file. With
+ones look for its end-of-document id in local files, and lose the tokens after the last such id of a file. With
 `use_array_if_local=False` they read the .csv.gz instead.
 An import also takes masks as open-instruct names them (labels_mask_X.npy of token_ids_X.npy), and leaves out more
 columns of a line. Where neither .csv.gz nor manifest tells how wide the ids are, the vocabulary does.

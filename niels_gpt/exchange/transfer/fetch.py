@@ -112,7 +112,7 @@ def stage(
 
     With `split` or `max_bytes` the copy is a cache of a part, with `staged` in its meta.json; only for pretrain caches.
     source: public folder of a cache, or a URL. dest: public folder of the copy. split: train or val; None: both.
-    max_bytes: of token files. Takes shards of train from the first on, then of val, as many as fit.
+    max_bytes: most bytes of token files. Takes as many shards as fit, of train from the first on, then of val.
     jobs: files at once. progress: called with files, bytes done, and bytes in all, by one thread at a time.
     Raises: ValueError for the URL, for a part of another kind of cache, or if no shard fits; CacheError E612 if no
         cache is there, E611 for damage, E610 if the cache was replaced meanwhile, E503 if another process writes
@@ -247,7 +247,7 @@ class _Arrival:
         """Fetch one file, from where an earlier run stopped. A file that arrives damaged is fetched once more."""
         where, size, kept = self.bucket.at(str(record["name"])), int(record["bytes"]), self._arrived(record)
         came, expected = "", f"{record['sha256'][:12]} by its {META_NAME}"
-        # The kept beginning may be of damaged bytes, so a resumed file has two attempts from the start.
+        # The kept beginning may be damaged, so a resumed file gets two more attempts, from the start.
         for keep in (kept, 0, 0) if kept else (0, 0):
             if came:
                 logger.info("%s: arrived with the sha256 %s, expected %s; again", where, came[:12], expected)

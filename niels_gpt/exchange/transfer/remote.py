@@ -127,7 +127,7 @@ class Bucket:
         """Folder on a disk; None for a bucket."""
         self.is_local = kind == "file"
         self.least_share = LEAST_SHARE
-        """Of a file on a disk: see `refuse_holes`."""
+        """Limit for holes in a file on a disk: see `refuse_holes`."""
         self.patience = Patience()
         self._fs, self._root = _opened(kind, url, self.patience)
         self._is_s3 = kind == "s3"

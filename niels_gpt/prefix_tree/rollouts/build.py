@@ -60,7 +60,7 @@ _FILES: dict[str, str | None] = {
     **{f"{split}_{table}.bin": None for split in SPLITS for table in ("groups", "samples")},
     **{f"{split}_ids.txt": f"index/{split}_ids.txt" for split in SPLITS},
 }
-"""The files that a build appends to, and their names in the cache; those of absent fields stay empty and unnamed."""
+"""The files that a build appends to, and their names in the cache; files of absent fields stay empty and unnamed."""
 _SUMS = (
     *("groups", "samples", "stored_tokens", "loss_bytes", "scores", "id_bytes"),
     *("tokens", "tokens_after", "pairs", "pairs_after", "loss_tokens", "samples_without_target"),
@@ -112,7 +112,7 @@ def build_rollouts(
     groups: the samples of each prompt or tree. A sample that `records.checked` refuses is dropped and counted in meta
         `dropped`; so is a group without a kept sample (`groups_without_sample`). All kept samples must have the fields
         of the first one.
-    source, checkpoint_seconds, partition, plan, committed: as for `build_sft`. seed: decides with val_frac which
+    source, checkpoint_seconds, partition, plan, committed: see `build_sft`. seed: decides with val_frac which
         groups go to val.
     vocab_size: of the model. Samples with ids of this number or more are dropped. Up to 65,536 a token takes two bytes.
         None: the tokenizer's; without a tokenizer, 2**31 and four bytes.

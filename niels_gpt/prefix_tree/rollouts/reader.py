@@ -54,7 +54,7 @@ _FIRST_ID, _NEWLINE = GROUP_COLUMNS.index("first_id"), ord("\n")
 class _Offsets(NamedTuple):
     """Where the samples of a group lie: int64 [samples] each."""
 
-    rests: Ints  # of the ids behind the prefix, in the token file
+    rests: Ints  # of the ids after the prefix, in the token file
     bits: Ints  # in the loss file
     scores: Ints  # in the files of float32 by token
 
@@ -83,7 +83,7 @@ class RolloutDataset(Reader):
 
         split: "train" or "val"; None: what `path` says, else "train".
         tokenizer_sha256: raise CacheError unless this tokenizer produced the ids. expect: an earlier `fingerprint`;
-        raise CacheError unless the split still has it. check: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
+        raise CacheError unless the split still has it. check: see `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
 
         Raises:
             FileNotFoundError: no such cache or file.
@@ -163,7 +163,7 @@ class RolloutDataset(Reader):
         return len(self.groups)
 
     def id(self, group: int) -> str:
-        """Return the id of a group in its source. Raises: IndexError; CacheError for a line that is no id."""
+        """Return the id of a group in its source. Raises: IndexError; CacheError for a line that is not an id."""
         first = int(self._group(group)["first_id"])
         end = int(self.groups[group + 1, _FIRST_ID]) if group + 1 < len(self) else len(self._ids)
         line, path = self._ids[first:end], public_file(self.cache / f"index/{self.split}_ids.txt")
@@ -174,7 +174,7 @@ class RolloutDataset(Reader):
         try:
             return id_of_line(line[:-1].tobytes())
         except ValueError as error:
-            raise CacheError(path, f"line {group} is no id ({error})", remedy=REBUILD, code="E201") from error
+            raise CacheError(path, f"line {group} is not an id ({error})", remedy=REBUILD, code="E201") from error
 
     def group(self, group: int) -> RolloutGroup:
         """Return the samples of a group, with their masks and fields; `loss_mask` is never None.

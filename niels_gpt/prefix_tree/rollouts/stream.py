@@ -52,7 +52,7 @@ class RolloutBin:
     loss_tokens: int
     """M, the supervised tokens of this row."""
     step_loss_tokens: int
-    """Those of the rows of all ranks in this step: what a mean over tokens divides a sum by. It may be 0."""
+    """Targets in the rows of all ranks in this step: a mean over tokens divides a sum by it. May be 0."""
     step_samples: int
     """The samples of all ranks in this step."""
     state: dict[str, Any]
@@ -138,11 +138,11 @@ class RolloutStream(Stream[RolloutBin]):
         expect: Mapping[str, Any] | None = None,
         check: Check = "ends",
     ) -> None:
-        """cache, split, tokenizer_sha256, expect, check: as for `RolloutDataset`.
+        """cache, split, tokenizer_sha256, expect, check: see `RolloutDataset`.
 
         max_tokens: the most tokens of a row after folding. A larger group is cut into several bins.
         epochs: how many until the stream ends; None: never.
-        oversize: of a sample with more than max_tokens: "error" refuses the cache here, "own_bin" exceeds the budget.
+        oversize: for a sample with more than max_tokens: "error" refuses the cache here, "own_bin" exceeds the budget.
 
         Raises:
             FileNotFoundError, CacheError: as `RolloutDataset`.

@@ -237,7 +237,7 @@ def _link_states(path: Path, work: Path, plan: TargetPlan) -> None:
 
     Then another draft vocabulary only writes manifest.json and meta.json. meta.json is linked too: the head of a
     finished cache is trusted, so the target is not loaded. Producers replace files and never change them, so the
-    committed version stays as it is.
+    committed version is unchanged.
     """
     if not plan.is_native or not recorded_recipe(path).get("fingerprint"):  # without one it is to be built from scratch
         return

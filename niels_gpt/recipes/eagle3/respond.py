@@ -65,7 +65,7 @@ class Trial:
     counts: Counter[str]
     """Chats without one, by reason."""
     dropped: dict[str, int]
-    """By the source."""
+    """Rows that the source dropped, by reason."""
 
 
 def resolve(options: RespondOptions, settings: Settings) -> Responder:
@@ -80,7 +80,7 @@ def resolve(options: RespondOptions, settings: Settings) -> Responder:
     stop_ids = found["tokenizer"].turn_ends()
     if not stop_ids:
         raise TargetError(
-            f"{options.target_model}: its chat template writes no token behind a reply, and its tokenizer has no "
+            f"{options.target_model}: its chat template writes no token after a reply, and its tokenizer has no "
             "EOS, so no reply would end. Name a template that has one: --chat-template FILE"
         )
     return Responder(**found, options=options, sampling=options.sampling, stop_ids=stop_ids)

@@ -84,7 +84,7 @@ class Delivered:
 
     line: Line
     content_sha256: str
-    """Of the cache."""
+    """Content of the delivered cache."""
     reused: bool
     """Whether it was up to date, so that nothing was done."""
     facts: dict[str, Any] = field(default_factory=dict)

@@ -74,7 +74,7 @@ def block_causal_mask(
 def _checked_starts(cu_seqlens: Tensor | None, shape: tuple[int, int] | None) -> Tensor:
     """Return cu_seqlens as int64. Raises: ValueError unless it is the segments of rows of that shape."""
     if cu_seqlens is None:
-        raise ValueError("cu_seqlens: None, expected those of a batch of PackedStream or EpochStream(documents=True)")
+        raise ValueError("cu_seqlens: None, expected batch.cu_seqlens of PackedStream or EpochStream(documents=True)")
     if cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         found = f"{str(cu_seqlens.dtype).removeprefix('torch.')} {list(cu_seqlens.shape)}"
         raise ValueError(f"cu_seqlens: {found}, expected int32 or int64 [segments + 1]")

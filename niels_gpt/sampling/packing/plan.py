@@ -28,7 +28,7 @@ from niels_gpt.sampling.permutation import mix
 PLAN_VERSION = 1
 """Version of the rows: increased when the same seed gives other rows."""
 MAX_PIECES = 2**31 - 1
-"""Of a split: their numbers are int32."""
+"""Most pieces of a split: their numbers are int32."""
 _TRIES = 64  # for a factor without a common divisor: below 2**31 at least 15 % of the numbers have none
 
 
@@ -39,7 +39,7 @@ class Plan:
         """lengths: of each piece, 1 to T: int [P], at most MAX_PIECES. Keeps about 11 bytes of each."""
         narrow = np.uint16 if T < 2**16 else np.int32
         self.pieces: NDArray[np.int32] = np.argsort((T - lengths).astype(narrow), kind="stable").astype(np.int32)
-        """The pieces by falling length, those of one length by number: int32 [P]."""
+        """The pieces by falling length, equal lengths by number: int32 [P]."""
         self.counts: NDArray[np.int64] = np.bincount(lengths)
         """How many pieces of each length there are, up to the longest: int64 [L + 1]."""
         self.firsts: NDArray[np.int64] = len(lengths) - np.cumsum(self.counts)

@@ -21,13 +21,13 @@ class PlacedPieces(NamedTuple):
     """The pieces of some rows, in their order."""
 
     counts: Numbers
-    """Of pieces of each row: int64 [R]."""
+    """Number of pieces of each row: int64 [R]."""
     numbers: Numbers
-    """Of the pieces: int64 [n]."""
+    """Numbers of the pieces: int64 [n]."""
     documents: Numbers
     """int64 [n]."""
     begins: Numbers
-    """In tokens of the split: int64 [n]."""
+    """First token of each piece, in tokens of the split: int64 [n]."""
     ends: Numbers
     """int64 [n]."""
     document_ends: Numbers | None

@@ -168,12 +168,12 @@ def _moved(values: Numbers, device: str) -> torch.Tensor:
 class PackedStream(Stream[Batch]):
     """Rows of T tokens from whole pieces: documents of a pretrain cache, examples of an sft cache.
 
-    A piece of L tokens stands in x whole. Its targets are the next tokens of the same document: -100 for the last token
-    of a document, and in an sft cache where there is no loss. A document of more than T tokens is cut: pieces of T
-    tokens and a rest; the last token of a cut piece has the first one of the next piece as its target. So every token
-    of a document but its first is a target exactly once an epoch, unless it carries no loss. A row of an sft cache may
+    x holds each piece whole. y holds the next tokens of the same document, and -100 at the last token of a document
+    and, in an sft cache, at tokens without loss. A document of more than T tokens is cut: pieces of T tokens and a
+    rest; the last token of a cut piece has the first one of the next piece as its target. So every token of a document
+    but its first is a target exactly once an epoch, unless it carries no loss. A row of an sft cache may
     have no target at all, and its mean loss is nan: add up the losses of tokens, and divide by the number
-    of targets. A row's end is padded: x is `pad_id` there, and the target -100.
+    of targets. The end of a row is padded: with `pad_id` in x, with -100 in y.
 
     Which pieces share a row is planned once, when the stream is opened, from the lengths alone (see plan.py). Of 10
     million pieces this takes 2 s and 170 to 270 MiB, and 500 to 560 MiB meanwhile. Rows are read ahead, up to a million

@@ -75,7 +75,7 @@ def file_lock(path: Path, locked: PathLike, state: str = "is in use", *, wait: b
         kind = leases.lock_kind(path)
         take = kernel.kernel_lock if kind == leases.FLOCK else leases.lease
         with take(path, locked, state, wait=wait):
-            # `apply_lock_setting` writes its file, then looks for locks. A lock taken in between is of the old kind.
+            # `apply_lock_setting` writes its file, then looks for locks. A lock taken in between has the old kind.
             if leases.lock_kind(path) == kind:
                 yield
                 return

@@ -219,7 +219,7 @@ class Holder:
 def _is_zombie(pid: int) -> bool:
     """Whether a process has ended and its parent has not asked for its status yet."""
     try:
-        if os.readlink("/proc/self") != str(os.getpid()):  # /proc is of another namespace
+        if os.readlink("/proc/self") != str(os.getpid()):  # /proc belongs to another namespace
             return False
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:1] == [b"Z"]
     except OSError:

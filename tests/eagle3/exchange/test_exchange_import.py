@@ -244,7 +244,7 @@ def test_rows_that_are_no_integers_are_mismatched(given, importing, tmp_path):
         ("input_ids", None, "input_ids is Value('null')"),
         ("input_ids", [0.5] * len(chat.ids), "input_ids is List(Value('float64'))"),
         ("loss_mask", [None] * len(chat.ids), "loss_mask is List(Value('null'))"),
-        ("loss_mask", [*good["loss_mask"][:-1], None], "row 0 is mismatched: loss_mask is no list of integers"),
+        ("loss_mask", [*good["loss_mask"][:-1], None], "row 0 is mismatched: loss_mask is not a list of integers"),
         ("loss_mask", good["loss_mask"][:-1], "row 0 is mismatched: 15 input_ids, 14 loss_mask"),
         ("seq_len", 14, "row 0 is mismatched: 15 input_ids, seq_len 14"),
     ):
