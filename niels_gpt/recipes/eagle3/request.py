@@ -404,7 +404,8 @@ def resolve(
     target, facts = found["target"], found["source"]
     if target.max_positions is not None and options.seq_length > target.max_positions:
         raise TargetError(
-            f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions"
+            f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions. "
+            f"Pass --seq-length {target.max_positions} or less"
         )
     try:
         layers = parse_aux_layers(options.aux_layers, target.num_layers)
