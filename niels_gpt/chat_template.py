@@ -71,7 +71,7 @@ def extract_assistant_reply(tokenizer: SentinelTokenizer, ids: Sequence[int]) ->
 
 
 def is_weight(value: Any) -> bool:
-    """Whether a value may be a message's weight in the loss: 0, 1, or None, which is 1."""
+    """Return whether a value may be a message's weight in the loss: 0, 1, or None, which is 1."""
     return value is None or (type(value) in (int, float) and value in (0, 1))
 
 

@@ -235,7 +235,7 @@ class TextEncoder:
         return None if problem is None else problem[0]
 
     def drops(self, text: bytes | str) -> bool:
-        """Whether a text is dropped for a special token; only a text that may give one is encoded."""
+        """Return whether a text is dropped for a special token; only a text that may give one is encoded."""
         raw = _utf8(text)
         if self.on_special == "text":
             return False

@@ -388,7 +388,7 @@ def _counts(meta: Meta) -> Counter[str]:
 
 
 def is_of_kept(counter: str) -> bool:
-    """Whether a loader's counter counts kept rows. All others count rows left out, except REPAIRED_TEXTS."""
+    """Return whether a loader's counter counts kept rows. All others count rows left out, except REPAIRED_TEXTS."""
     return counter.startswith(_KEPT_BY_LOADERS)
 
 

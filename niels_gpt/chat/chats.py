@@ -150,12 +150,12 @@ def supervised_turns(messages: Messages, loss_on: str) -> list[int]:
 
 
 def has_weight(message: Mapping[str, Any]) -> bool:
-    """Whether a message may carry loss: weight 0 forbids it, whatever the template marks."""
+    """Return whether a message may carry loss: weight 0 forbids it, whatever the template marks."""
     return message.get("weight") != 0
 
 
 def calls_tools(message: Mapping[str, Any]) -> bool:
-    """Whether a message calls a tool."""
+    """Return whether a message calls a tool."""
     return bool(message.get("tool_calls"))
 
 
@@ -179,7 +179,7 @@ def _function_names(functions: Sequence[Any]) -> list[str]:
 
 
 def _is_in(name: str, text: str) -> bool:
-    """Whether a text contains a name, literally or escaped as JSON escapes it."""
+    """Return whether a text contains a name, literally or escaped as JSON escapes it."""
     return any(each in text for each in (name, json.dumps(name)[1:-1], json.dumps(name, ensure_ascii=False)[1:-1]))
 
 

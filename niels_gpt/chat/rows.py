@@ -161,7 +161,7 @@ class _RowBuilder:
         self._first_problem = ""
 
     def has_reply(self, messages: Messages) -> bool:
-        """Whether a chat has a message of the assistant; counts a chat without one as dropped."""
+        """Return whether a chat has a message of the assistant; counts a chat without one as dropped."""
         if any(isinstance(each, Mapping) and each.get("role") == "assistant" for each in messages):
             return True
         self.drop(NO_SUPERVISED if messages else EMPTY)

@@ -434,7 +434,7 @@ class ChatTemplate:
         return Rendered(whole, spans, tuple(edges), tuple(sorted(unsupervised)))
 
     def _starts_with_words(self, subject: str, chat: Chat, number: int, before: str, reply: str) -> bool:
-        """Whether `reply` begins with the assistant's words; False for an empty reply where that is unknown.
+        """Return whether `reply` begins with the assistant's words; False for an empty reply where that is unknown.
 
         Raises: TemplateError E407 if the generation prompt is empty and something stands before the words.
         """
@@ -455,7 +455,7 @@ class ChatTemplate:
         return False
 
     def _has_no_header(self, chat: Chat, number: int, before: str) -> bool:
-        """Whether words in place of this message would directly follow the messages before it."""
+        """Return whether words in place of this message would directly follow the messages before it."""
         words = _WORDS["assistant"]
         messages = [*chat.messages[:number], {"role": "assistant", "content": words}]
         text = self._unprompted(chat._replace(messages=messages), number + 1)
@@ -515,12 +515,12 @@ def _groups(chats: Sequence[Chat]) -> Iterator[list[Chat]]:
 
 
 def _has_marks(template: str) -> bool:
-    """Whether a template has {% generation %} outside of comments."""
+    """Return whether a template has {% generation %} outside of comments."""
     return any(one[0] == "block_begin" and two == ("name", "generation") for one, two in pairwise(_code(template)))
 
 
 def _asks_for_date(template: str) -> bool:
-    """Whether a template uses strftime_now, not counting tests of whether it is defined."""
+    """Return whether a template uses strftime_now, not counting tests of whether it is defined."""
     code = _code(template)
     for at, token in enumerate(code):
         after = [value for _, value in code[at + 1 : at + 4]]

@@ -163,7 +163,7 @@ def template_tokenizer(
 
 
 def _is_of_project(folder: str) -> bool:
-    """Whether a folder has a tokenizer.json with the sentinels, and no chat template."""
+    """Return whether a folder has a tokenizer.json with the sentinels, and no chat template."""
     if not os.path.isfile(os.path.join(folder, TOKENIZER_JSON)):
         return False
     try:
@@ -362,7 +362,7 @@ class CacheBackend(Backend):
 
 
 def has_tool_template(file: Path) -> bool:
-    """Whether a second chat template, for chats with tools, belongs to a tokenizer.json.
+    """Return whether a second chat template, for chats with tools, belongs to a tokenizer.json.
 
     A cache has no copy of that file; `tool_template` in its meta.json says that there was one.
     """

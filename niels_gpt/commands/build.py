@@ -176,14 +176,16 @@ def built_rows(
 
 
 def _planned(settings: Settings, chosen: list[str], *, of_all: bool) -> Result:
-    plans = plan(settings, chosen)
+    plans, failures = plan(settings, chosen), dict[str, Exception]()
     say(plan_table(plans, settings.cache_dir))
+    _configured(settings, chosen, failures, of_all=of_all)
     if settings.disk_check:
         _refuse_plans_without_room(settings, plans)
     failing = ("cannot",) if of_all else ("cannot", "left out")
     code = ExitCode.FAILED if any(item.action.startswith(failing) for item in plans) else ExitCode.GOOD
     return Result(
-        {"caches": [asdict(item) for item in plans], "free_bytes": free_bytes(Path(settings.cache_dir))}, code
+        {"caches": [asdict(item) for item in plans], "free_bytes": free_bytes(Path(settings.cache_dir))},
+        max(code, print_failures(failures)),
     )
 
 

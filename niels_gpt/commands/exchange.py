@@ -122,7 +122,7 @@ _URL = "s3://, gs://, az://, hf://datasets/OWNER/NAME, or a path; no credentials
     examples="niels-gpt push cache/pretrain/wikitext s3://BUCKET/wikitext",
 )
 @_CACHE
-@argument("url", help=f"folder for this cache alone: {_URL}")
+@argument("url", help=f"folder for only this cache: {_URL}")
 @option("--replace", is_flag=True, help="replace another cache at URL")
 @option("--check", is_flag=True, help="read every file back, compare its sha256, and send files that differ again")
 @option("--public", is_flag=True, help="for hf://: make the repository public")

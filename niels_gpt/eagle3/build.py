@@ -86,8 +86,8 @@ logger = logging.getLogger(__name__)
 
 
 _MAKE_PARTS = (
-    "Make them: precompute --partitions N --partition I makes the shards I, I + N, and so on, and what they share; the "
-    "same command resumes one that was stopped"
+    "Build them: precompute --partitions N --partition I builds the shards I, I + N, and so on. The same command "
+    "resumes a partition that was stopped"
 )
 
 
@@ -332,8 +332,8 @@ class TargetRun:
         with suppress(FileNotFoundError, CacheError):
             before, now = (each["selected_token_ids"] for each in (read_manifest(folder), plan.manifest))
             if before != now:
-                what = f"another draft vocabulary, of {len(now):,} tokens in place of {len(before):,}"
-                logger.info("%s: %s; manifest.json and meta.json are written again", folder, what)
+                what = f"the draft vocabulary has {len(now):,} tokens now, {len(before):,} before"
+                logger.info("%s: %s; writing manifest.json and meta.json again", folder, what)
         _write_if_other(folder / MANIFEST_NAME, manifest_bytes(plan.manifest))
 
     @contextmanager
@@ -349,7 +349,9 @@ class TargetRun:
                 raise
             total = self.plan.num_shards
             kept = sum(is_finished(self.folder, self.plan, shard) for shard in range(total))
-            advice = f"{kept} of {total} shards are done and kept. Solve this, then run again with --resume"
+            advice = (
+                f"{kept} of {total} shards are finished and stay. Solve this, then run the same command with --resume"
+            )
             raise OSError(error.errno, f"{error.strerror}. {advice}", error.filename) from error
         finally:
             with suppress(OSError):  # a better error is on its way, and the next run removes them
@@ -434,8 +436,8 @@ def seal(
     refuse_links(folder)
     commands = commands or _commands(folder)
     if not os.path.lexists(folder / SIDECAR / PLAN_NAME):
-        found = "holds no plan that partitions were made by"
-        remedy = f"Make a partition: {part_command(folder, (1, 2))}"
+        found = "no plan of partitions is there"
+        remedy = f"Build a partition: {part_command(folder, (1, 2))}"
         raise CacheError(named or folder, found, remedy=remedy, code="E712")
     with _alone_in(folder) as lock:
         sealed = _sealed(folder, named or folder, commands, deep, progress, partial(check_lease, lock))
@@ -492,7 +494,7 @@ def _commands(folder: Path) -> Commands:
 
 def _plan_of(folder: Path, named: Path, commands: Commands) -> TargetPlan:
     """Return the plan after checking its files, the samples and the target's weights. Raises: CacheError."""
-    again = f"Make a partition again: {commands.unit(0)}"
+    again = f"Build a partition again: {commands.unit(0)}"
     try:
         plan = open_plan(folder)
     except (FileNotFoundError, CacheError) as error:
@@ -547,7 +549,7 @@ def join(out: PathLike, parts: Sequence[PathLike]) -> Joined:
         except CacheError as error:
             if error.code != "E712":
                 raise
-            found = f"{error.found.replace(str(work), str(out))}, in all the folders together"
+            found = f"{error.found.replace(str(work), str(out))}, counted over all the folders"
             raise CacheError(folders[0], found, remedy=_MAKE_PARTS, code="E702") from error
         return Joined(meta, linked, copied)
 
@@ -557,16 +559,16 @@ def _common_plan(folders: Sequence[Path]) -> TargetPlan:
     try:
         first, *others = (open_plan(folder) for folder in folders)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}. Expected a folder that precompute --partition made") from error
+        raise FileNotFoundError(f"{error}. Expected a folder that precompute --partition wrote") from error
     for folder, plan in zip(folders[1:], others, strict=True):
         names = differing_fields(first.record, plan.record)
         names += differing_fields(first.manifest, plan.manifest, "manifest.")
         if names:
             raise CacheError(
                 folder,
-                f"a partition of another plan than {folders[0]} (different fields: {sorted({*names})})",
-                "partitions that were made with the same options but --partition",
-                "Make it again with those of the others",
+                f"another plan than {folders[0]} has (different fields: {sorted({*names})})",
+                "partitions built with equal options, except --partition",
+                f"Build it again, in a fresh folder, with the options of {folders[0]}",
                 code="E703",
             )
     return first
@@ -590,9 +592,9 @@ def _sources(folders: Sequence[Path], plan: TargetPlan) -> dict[str, Path]:
                 if other != folder and not filecmp.cmp(other / name, folder / name, shallow=False):
                     raise CacheError(
                         folder / name,
-                        f"other bytes than those of {other / name}",
-                        "the same ones, for the plan is the same",
-                        "Check both folders: niels-gpt eagle3 verify, and leave the damaged one out",
+                        f"its bytes differ from {other / name}",
+                        "equal bytes, because both folders have the same plan",
+                        "One of the two is damaged: build that partition again in a fresh folder",
                         code="E701",
                     )
     return found

@@ -26,6 +26,7 @@ states instead of distributions, without padding. This module reads it with the 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,8 @@ def convert(cache_dir: PathLike, format_version: int, *, follow_links: bool = Fa
         raise ValueError(f"format_version {format_version}, expected 1 or 2")
     folder = Path(cache_dir)
     if VERSIONS_DIR in folder.resolve().parts:
-        raise CacheError(folder, "a committed version is never changed", remedy="Convert a copy: cp -rL", code="E710")
+        copy = f"Convert a copy: {shlex.join(['cp', '-rL', str(folder), 'COPY'])}"
+        raise CacheError(folder, "a committed version never changes", remedy=copy, code="E710")
     if not follow_links or (folder / SIDECAR).is_symlink():
         refuse_links(folder)
     if not (folder / SIDECAR).is_dir():
@@ -208,8 +210,8 @@ def _convert(folder: Path, format_version: int, follow_links: bool) -> bool:
     if is_other:
         topk = manifest.get("target_probs_topk")
         if topk and is_compressed(topk, number_in(manifest, "draft_vocab_size", folder)):
-            found = f"target_probs_topk is {topk}, and version 1 holds all probabilities"
-            remedy = "Produce the cache again with --target-probs-topk 0"
+            found = f"target_probs_topk is {topk}, and version 1 stores all probabilities"
+            remedy = "Run the same precompute command with --target-probs-topk 0 and another --output-dir"
             raise CacheError(manifest_path(folder), found, remedy=remedy, code="E710")
         manifest.pop("target_probs_topk", None)
         manifest |= {"format_version": format_version} | ({"target_probs_topk": 0} if format_version == 2 else {})

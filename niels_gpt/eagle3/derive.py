@@ -127,15 +127,18 @@ def _meta_of(folder: Path, follow_links: bool) -> dict[str, Any]:
     manifest = read_manifest(folder, follow_links=follow_links)
     if not is_native(manifest):
         found = (
-            f"a cache of version {manifest['format_version']}: its distributions cover only its own draft "
-            "vocabulary, and the rest is lost"
+            f"a cache of version {manifest['format_version']}: its distributions cover its own draft vocabulary only"
         )
-        remedy = "Run precompute with the other --draft-vocab-size; with --format native the next change needs no run"
+        remedy = "Run precompute with the new --draft-vocab-size. With --format native, later changes need no run"
         raise CacheError(folder, found, "a native cache", remedy, code="E710")
     meta = eagle3_meta(folder, follow_links)
     if meta is None:
         raise CacheError(
-            folder / META_NAME, "no such file", "a finished cache", "Run: precompute --resume", code="E702"
+            folder / META_NAME,
+            "no such file",
+            "a finished cache",
+            "Run the same precompute command with --resume",
+            code="E702",
         )
     return meta
 
@@ -180,8 +183,8 @@ def _take_files(folder: Path, to: Path, *, out: Path, copy: bool, follow_links: 
         except OSError as error:
             if error.errno not in fileio.CANNOT_LINK:
                 raise
-            found = f"files of {folder} cannot be linked there ({os.strerror(error.errno)})"
-            raise CacheError(out, found, "a folder on its file system", "Pass --copy", code="E710") from error
+            found = f"cannot link the files of {folder} there ({os.strerror(error.errno)})"
+            raise CacheError(out, found, "a folder on the same file system", "Pass --copy", code="E710") from error
         linked += os.stat(source).st_size
     return linked, total - linked
 
@@ -223,8 +226,8 @@ class DenseConversion:
         self._view = NativeView(cache_dir, follow_links=follow_links, device=device)
         native, layers = self._view.manifest, len(self._view.manifest["aux_layer_ids"])
         if layers != NUM_AUX_LAYERS:
-            found = f"{layers} auxiliary layers, and versions 1 and 2 have {NUM_AUX_LAYERS}"
-            remedy = "Run precompute with --format 1 or 2, which have the layers of EAGLE-3"
+            found = f"{layers} auxiliary layers; versions 1 and 2 have {NUM_AUX_LAYERS}"
+            remedy = "Run precompute with --format 1 or --format 2, which store the layers of EAGLE-3"
             raise CacheError(manifest_path(cache_dir), found, remedy=remedy, code="E710")
         kept = ("target_model", "target_vocab_size", "draft_vocab_size", "seq_length", "dtype", "aux_layer_ids")
         sizes = {"shard_size": shard_size, "aux_hidden_dim": NUM_AUX_LAYERS * native["hidden_size"]}
@@ -247,7 +250,7 @@ class DenseConversion:
         if (size := max(padded, longest * layout.token_bytes)) > MAX_INFLATED:
             found = f"a sample of {longest:,} tokens, padded to {layout.seq_length:,}, would have {size:,} bytes"
             words = ["niels-gpt", "eagle3", "redraft", str(self._folder), "OUT", "--draft-vocab-size", "D"]
-            remedy = f"Give it a smaller draft vocabulary: {shlex.join(words)}, or make it of shorter samples"
+            remedy = f"Run precompute with a smaller --seq-length, or redraft the cache: {shlex.join(words)}"
             raise CacheError(self._folder, found, f"{MAX_INFLATED:,} at most", remedy, code="E710")
 
     def cost(self, out: PathLike) -> Cost:
@@ -333,7 +336,7 @@ class DenseConversion:
             masses += (logits.logsumexp(-1).cpu() - normalizers[part]).exp().clamp(max=1).tolist()
         is_finite = np.isfinite([*masses, *map(float, batch["aux_hidden_states"].aminmax())]).all()
         if not is_finite or int(sample.input_ids.max()) >= self.manifest["target_vocab_size"]:
-            found = f"sample {index} has states that are not finite, or token ids that the target does not have"
+            found = f"sample {index} has states that are not finite, or token ids beyond the target's vocabulary"
             remedy = f"Find all damage: {shlex.join(['niels-gpt', 'eagle3', 'verify', str(self._folder)])}"
             raise CacheError(self._folder, found, remedy=remedy, code="E701")
         fields = {name: batch[name] for name in (*INT_FIELDS, "position_mask", "aux_hidden_states")}

@@ -144,7 +144,7 @@ def refuse_unusable(folder: Path) -> None:
         if os.path.lexists(path) and not path.is_dir():
             raise CacheError(
                 path,
-                f"is in the way of --output-dir {folder}",
+                f"blocks --output-dir {folder}",
                 "a folder",
                 "Move it away, or name another --output-dir",
                 code="E704",
@@ -158,7 +158,7 @@ def refuse_without_room(cache_dir: PathLike, sizes: Estimate) -> None:
         less = "--aux-dtype fp8" if sizes.format_version == NATIVE_VERSION else "--format native, --draft-vocab-size"
         raise CacheError(
             cache_dir,
-            f"this run writes {sizes.to_write_bytes:,} bytes, and {sizes.free_bytes:,} are free there",
+            f"this run writes {sizes.to_write_bytes:,} bytes, but only {sizes.free_bytes:,} are free there",
             remedy=f"Make room, name another --output-dir, or ask for less: --limit, --seq-length, {less}",
             code="E501",
         )
@@ -177,7 +177,7 @@ def has_holes(folder: PathLike) -> bool:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             return True  # nothing fits either way
-        raise OSError(error.errno, f"{error.strerror}: no file can be made there", os.fspath(folder)) from error
+        raise OSError(error.errno, f"{error.strerror}: cannot create a file there", os.fspath(folder)) from error
 
 
 def _written_bytes(plan: TargetPlan, lengths: NDArray[np.int64], holes: bool) -> NDArray[np.int64]:

@@ -178,8 +178,8 @@ class NativeForward(Forward):
         found = self.head.last_hidden, self.head.facts()
         if found != (plan.manifest["conventions"]["last_hidden"], plan.manifest["head"]):
             stated = plan.manifest["conventions"]["last_hidden"], plan.manifest["head"]
-            problem = f"{plan.target.get('name')}: its head is {found}, expected {stated}, as manifest.json has it"
-            raise TargetError(f"{problem}. Remove manifest.json, and run again with --resume")
+            problem = f"{plan.target.get('name')}: its head is {found}, expected {stated} by manifest.json"
+            raise TargetError(f"{problem}. Remove manifest.json, and run the same command with --resume")
         self._in_draft = np.zeros(plan.manifest["target_vocab_size"], np.bool_)
         self._in_draft[plan.manifest["selected_token_ids"]] = True
 

@@ -133,8 +133,8 @@ class TargetHead(nn.Module):
         compare_once(cache_dir, MANIFEST_NAME, follow_links=follow_links)
         manifest = read_manifest(cache_dir, follow_links=follow_links)
         if not is_native(manifest):
-            found = f"format_version {manifest['format_version']} has distributions, and no head of the target"
-            raise CacheError(cache_dir, found, "a native cache", "Run: precompute --format native", code="E208")
+            found = f"format_version {manifest['format_version']} stores distributions, and not the target's head"
+            raise CacheError(cache_dir, found, "a native cache", "Run precompute with --format native", code="E208")
         facts = {name: manifest["head"][name] for name in ("norm", "eps", "logit_scale", "softcap", "tied")}
         names = WEIGHTS.keys() - {"lm_head" if facts["tied"] else "embeddings"}
         weights = read_weights(cache_dir, names, follow_links=follow_links)
@@ -238,9 +238,7 @@ class TargetHead(nn.Module):
         Raises: ValueError for a head that was read from a cache.
         """
         if self._embeddings is None:
-            raise ValueError(
-                "this head was read from a cache and has no embeddings: expected one of TargetHead.of_model"
-            )
+            raise ValueError("a head read from a cache has no embeddings, expected a head from TargetHead.of_model")
         buffers = {name: getattr(self, f"_{name}") for name in WEIGHTS.keys() - {"embeddings"}}
         if self.tied:
             del buffers["lm_head"]
@@ -381,8 +379,8 @@ def other_logits(model: nn.Module, error: float) -> ValueError:
     """Return the error for a model whose logits differ from its head's by `error`, a `difference`."""
     return TargetError(
         f"{type(model).__name__}: its final norm, lm_head, logit scale and softcap give logits that differ from "
-        f"the model's by {error:.1e} of the largest one; it does something else to them. A native cache needs a "
-        "target whose logits follow from its last hidden state. Produce --format 1 or 2"
+        f"the model's by {error:.1e} of the largest one, so it computes them in another way. A native cache "
+        "needs logits that follow from the last hidden state. Run precompute with --format 1 or --format 2"
     )
 
 

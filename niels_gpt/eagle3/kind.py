@@ -106,9 +106,9 @@ class Eagle3Kind(Kind):
         if lists_shards(meta):
             return ""
         return (
-            "Add its shards to it, which runs no target: niels-gpt build eagle3/targets, or the command precompute of "
-            "the folder with --resume; of an imported cache: niels-gpt eagle3 redraft CACHE OUT --draft-vocab-from "
-            "CACHE"
+            "Add its shards to it, without running the target: niels-gpt build eagle3/targets, or the folder's "
+            "precompute command with --resume. For an imported cache: niels-gpt eagle3 redraft CACHE OUT "
+            "--draft-vocab-from CACHE"
         )
 
     def recognizes(self, folder: Path) -> bool:

@@ -151,7 +151,7 @@ def load_target(
             first = ", ".join(sorted(keys)[:3])
             raise TargetError(
                 f"{name}: {len(keys)} of its weights are {what} (such as {first}): expected a complete model, with "
-                f"the {CONFIG} of its weights. {_AGAIN}"
+                f"its own {CONFIG}. {_AGAIN}"
             )
     opened: nn.Module = model.requires_grad_(False).eval().to(device)
     return opened
@@ -205,7 +205,9 @@ def _weight_files(folder: Path) -> list[Path]:
         files = list(folder.iterdir())
     paths = sorted((path for path in files if path.suffix in (_WEIGHTS, ".bin")), key=lambda path: path.name)
     if not paths:
-        raise NotFound(f"{folder}: has no *.safetensors and no *.bin, expected the weights of a model", code="E705")
+        raise NotFound(
+            f"{folder}: no *.safetensors and no *.bin is there, expected the weights of a model", code="E705"
+        )
     if (folder / _ADAPTER).exists():  # transformers would load the model that it names, from anywhere
         raise TargetError(
             f"{folder}: has {_ADAPTER}, expected a whole model. Merge the adapter into its model, or remove it"
@@ -240,8 +242,8 @@ def _refuse_more_weights(folder: Path, config: Any, num_bytes: int) -> None:
         return
     num_weights = sum(each.numel() for each in chain(model.parameters(), model.buffers()))
     if num_weights > num_bytes * (8 if getattr(config, "quantization_config", None) else 1):
-        found = f"{CONFIG} states {num_weights:,} weights, and the files of weights have {num_bytes:,} bytes"
-        raise TargetError(f"{folder}: {found}, expected whole files, and their own {CONFIG}. {_AGAIN}")
+        found = f"{CONFIG} states {num_weights:,} weights, but the weight files have {num_bytes:,} bytes"
+        raise TargetError(f"{folder}: {found}, expected whole files, and the {CONFIG} of this model. {_AGAIN}")
 
 
 def _sha256_of_all(paths: list[Path]) -> str:
@@ -299,7 +301,7 @@ def write_small_target(folder: str | os.PathLike[str], tokenizer: FullTokenizer,
             if not isinstance(error, OSError) or not final.exists():  # else another process was first
                 raise
     if {path.name: path.read_bytes() for path in final.iterdir() if path.is_file()} != files:
-        raise FileExistsError(f"{final}: holds something else than this small target. Remove it, or name another")
+        raise FileExistsError(f"{final}: not the small target of these settings. Remove it, or name another folder")
     return final
 
 

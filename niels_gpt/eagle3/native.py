@@ -368,10 +368,8 @@ class NativeView:
         states, dtype = batch["aux_hidden_states"], DTYPES[self.manifest["dtype"]]
         batch["aux_hidden_states"] = states.to(dtype)
         if dtype == torch.float16 != states.dtype and not bool(batch["aux_hidden_states"].isfinite().all()):
-            found = (
-                f"an auxiliary state of {float(states.abs().max()):g}, which fp16, its manifest's dtype, cannot hold"
-            )
-            raise CacheError(self.dataset.cache_dir, found, remedy="Read it by niels_gpt.eagle3.native", code="E708")
+            found = f"an auxiliary state of {float(states.abs().max()):g}, too large for fp16, the manifest's dtype"
+            raise CacheError(self.dataset.cache_dir, found, remedy="Read it with niels_gpt.eagle3.native", code="E708")
         return batch
 
     def with_probs(self, batch: Batch) -> Batch:

@@ -132,11 +132,11 @@ def refuse_other_code(folder: Path, code: Mapping[str, Any]) -> None:
 def _refuse_other_code(folder: Path, recorded: Mapping[str, Any], code: Mapping[str, Any]) -> None:
     if names := differing_fields(recorded, code):
         values = (
-            f"{name}: {shortened(value_of(recorded, name))}, now {shortened(value_of(code, name))}" for name in names
+            f"{name}: {shortened(value_of(recorded, name))}, here {shortened(value_of(code, name))}" for name in names
         )
         raise CacheError(
             folder,
-            f"its partitions are made by other code than this machine has: {'; '.join(values)}",
+            f"its partitions were built by other code: {'; '.join(values)}",
             remedy="Install the same version on all machines, or name another folder",
             code="E712",
         )
@@ -189,8 +189,8 @@ def _settings(folder: Path) -> dict[str, Any] | None:
     except (ValueError, LookupError) as error:
         raise CacheError(
             path,
-            f"not as a partition writes it ({error!r:.200})",
-            remedy=f"Remove it, and build a partition again: rm {shlex.quote(str(path))}",
+            f"no settings of a partition ({error!r:.200})",
+            remedy=f"Build a partition again, after this command: rm {shlex.quote(str(path))}",
             code="E712",
         ) from error
 

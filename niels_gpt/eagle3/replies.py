@@ -461,7 +461,9 @@ class ReplyFile:
         """Open the part file after its last whole line; return the record if everything is done already."""
         record, part = recorded(self.path), _beside(self.path, _PART)
         if record is None and os.path.lexists(self.path):
-            raise CacheError(self.path, "is there, and no run made it", remedy="Name another --output", code="E704")
+            raise CacheError(
+                self.path, "exists, but has no record of a run", remedy="Name another --output", code="E704"
+            )
         if record is not None:
             refuse_other(self.path, record, self._settings)
             if "sha256" in record:
@@ -490,7 +492,7 @@ class ReplyFile:
                 raise CacheError(
                     part,
                     "was started with other settings",
-                    remedy="Use those, or remove it, or name another --output",
+                    remedy=f"Use its settings, name another --output, or remove it: {shlex.join(['rm', str(part)])}",
                     code="E703",
                 )
             keep = len(first)
@@ -503,7 +505,8 @@ class ReplyFile:
                     assert isinstance(number, int) and isinstance(value["rows"], list)
                 except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
                     if file.readline(1):
-                        remedy = f"Remove it and {self.path}{_RECORD}, and run it again"
+                        both = shlex.join(["rm", str(part), f"{self.path}{_RECORD}"])
+                        remedy = f"Run the same command again, after this one: {both}"
                         raise CacheError(
                             part, f"damaged at byte {keep}", "a line of JSON", remedy, code="E701"
                         ) from None
@@ -548,8 +551,7 @@ def recorded(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        remedy = "Remove it, and run it again"
-        raise CacheError(record, "is no record of replies", "the record of a run", remedy, code="E701") from error
+        raise CacheError(record, "no record of replies", "the record of a run", _anew(path), code="E701") from error
     return found
 
 
@@ -561,15 +563,21 @@ def refuse_other(path: Path, record: Mapping[str, Any], settings: Mapping[str, A
         raise CacheError(
             path,
             f"was started with other settings: {', '.join(differ)}",
-            remedy=f"Use those of {path}{_RECORD}, or name another --output",
+            remedy=f"Use the settings in {path}{_RECORD}, or name another --output",
             code="E703",
         )
 
 
 def _refuse_changed(path: Path, record: Mapping[str, Any]) -> None:
-    problem = "is missing, and its record has it" if not path.is_file() else "was changed since it was made"
+    problem = "was changed since it was written" if path.is_file() else "is missing, but its record is there"
     if not path.is_file() or sha256_file(path) != record["sha256"]:
-        raise CacheError(path, problem, remedy=f"Remove {path}{_RECORD}, or name another --output", code="E701")
+        raise CacheError(path, problem, remedy=_anew(path), code="E701")
+
+
+def _anew(path: Path) -> str:
+    """Return the remedy that starts from scratch: it removes the record, and the replies, refused without a record."""
+    files = [name for name in (str(_beside(path, _RECORD)), str(path)) if os.path.lexists(name)]
+    return f"Name another --output, or run the same command again after this one: {shlex.join(['rm', *files])}"
 
 
 def _beside(path: Path, suffix: str) -> Path:

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -134,8 +135,8 @@ def _refusing_a_part(part: Part) -> Iterator[None]:
         raise CacheError(
             error.path,
             f"{part_text(part)} does not belong to this cache: {error.found.removeprefix(_RESUMED)}",
-            remedy="Make every partition with the same options and versions, on the same kind of device; what a "
-            "command does not state is taken from the plan that is there. For another plan name another folder",
+            remedy="Build every partition with the same options and versions, on the same kind of device. Options that "
+            "a command leaves out come from the plan in the folder. For another plan, name another folder",
             code="E712",
         ) from error
 
@@ -189,8 +190,10 @@ def refuse_other_draft(folder: Path, selected: list[int] | None, size: int, *, i
     if recorded != size:
         names.insert(0, "manifest.draft_vocab_size")
     values = f": manifest.draft_vocab_size: {recorded}, now {size}" if recorded != size else ""
-    other = f"niels-gpt eagle3 redraft {os.fspath(folder)} OUT makes a cache of another draft vocabulary without a run"
-    remedy = f"{_ORIGINAL}. {other if is_finished else 'Another draft vocabulary must be named'}"
+    choice = ["--draft-vocab-from", "FILE"] if recorded == size else ["--draft-vocab-size", str(size)]
+    words = ["niels-gpt", "eagle3", "redraft", str(folder), "OUT", *choice]
+    other = f"Or change the draft vocabulary without a run: {shlex.join(words)}"
+    remedy = f"{_ORIGINAL}. {other if is_finished else 'Or state the other draft vocabulary: --draft-vocab-size N'}"
     raise CacheError(folder, f"{_MISMATCH} (mismatched fields: {names}){values}", remedy=remedy, code="E703")
 
 
@@ -212,9 +215,9 @@ def _is_of_plan(cache_dir: PathLike, plan: TargetPlan, shards: set[int]) -> bool
     if record is None or in_plan:
         made_by = _plans_named(cache_dir, shards)
         if made_by == {plan.sha256}:
-            state = damage or ("is not the plan of the shards" if in_plan else "is missing")
+            state = damage or ("does not match the shards" if in_plan else "is missing")
             logger.warning(
-                "%s: %s; it is written again",
+                "%s: %s; writing it again",
                 os.path.join(cache_dir, SIDECAR, PLAN_NAME),
                 state,
                 extra={"code": "W701"},
@@ -266,10 +269,10 @@ def _refuse_without_plan(cache_dir: PathLike, plan: TargetPlan, made_by: set[str
     if made_by:
         sums = ", ".join(sorted(each[:12] for each in made_by))
         problem = (
-            f"its {name} {f'is damaged ({damage})' if damage else 'is missing'}, its shards were made by the plan "
+            f"its {name} {f'is damaged ({damage})' if damage else 'is missing'}, its shards belong to the plan "
             f"{sums}, and these settings give another plan, {plan.sha256[:12]}"
         )
-        remedy = f"Run it with the original settings, which write that file again. {_FRESH}"
+        remedy = f"{_ORIGINAL}: this writes the file again. {_FRESH}"
     elif damage:
         problem = f"its {name} is damaged ({damage}), and nothing else names the plan of its shards"
     elif os.path.lexists(manifest_path(cache_dir)):
@@ -292,8 +295,8 @@ def _refuse_other(
     if CONVERTED[0] in in_plan and plan.is_native != is_native(record["manifest"]):
         names = names[:1]  # the other fields differ because the form does
     if not in_plan and {*names} <= {*CONVERTED}:
-        back = f"niels-gpt eagle3 convert {os.fspath(cache_dir)} --format"
-        differences = f"it was converted to version {manifest.get('format_version')} since"
+        back = f"niels-gpt eagle3 convert {shlex.quote(os.fspath(cache_dir))} --format"
+        differences = f"it was converted to version {manifest.get('format_version')} later"
         remedy = f"Convert it back first: {back} {plan.manifest['format_version']}"
     else:
         chosen = [name for name in names if not name.startswith(_FOLLOWS)]
@@ -367,7 +370,7 @@ def _refuse_foreign(cache_dir: PathLike) -> None:
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
-        raise CacheError(folder, "is not a folder", "one for the cache", "Name a fresh folder", code="E704")
+        raise CacheError(folder, "not a folder", "a folder for the cache", "Name a fresh folder", code="E704")
     paths = [path for path in folder.iterdir() if path != sidecar and not _OF_LOCKS.fullmatch(path.name)]
     if sidecar.is_dir() and not sidecar.is_symlink():
         paths += [path for path in sidecar.iterdir() if not is_lock(path.name)]
@@ -379,7 +382,7 @@ def _refuse_foreign(cache_dir: PathLike) -> None:
         example = shortened(min(foreign))[1:-1]
         raise CacheError(
             folder,
-            f"holds {files} that no EAGLE-3 cache put there (such as {example})",
+            f"holds {files} that belong to no EAGLE-3 cache (such as {example})",
             remedy="Name a fresh folder",
             code="E704",
         )
@@ -398,7 +401,7 @@ def _refuse_foreign_meta(cache_dir: PathLike) -> None:
         return
     if kind != "eagle3":
         raise CacheError(
-            path, f"kind {shortened(kind)}", "'eagle3': it is another cache's", "Move it away", code="E704"
+            path, f"kind {shortened(kind)}", "'eagle3'", "It belongs to another cache: move it away", code="E704"
         )
 
 
@@ -424,7 +427,7 @@ def look_at(cache_dir: PathLike, plan: TargetPlan, shard: int) -> Unit:
         return Unit(shard, "stale", "its receipt belongs to another plan")
     sizes = (plan.rows_of(shard), plan.bytes_of(shard), plan.bytes_of(shard))
     if raw != canonical_json(receipt) or (receipt["samples"], receipt["bytes"], size) != sizes:
-        return Unit(shard, "damaged", "its size or its receipt is not as the plan has it")
+        return Unit(shard, "damaged", "its size or its receipt differs from the plan")
     tokens = receipt["facts"].get("tokens")
     return Unit(shard, "finished", "", "", receipt["samples"], tokens if type(tokens) is int else 0, None, receipt)
 
@@ -434,7 +437,7 @@ def is_finished(cache_dir: PathLike, plan: TargetPlan, shard: int) -> bool:
     unit = look_at(cache_dir, plan, shard)
     if unit.state == "damaged":
         logger.warning(
-            "%s: %s; the shard is made again", shard_path(cache_dir, shard), unit.found, extra={"code": "W702"}
+            "%s: %s; building the shard again", shard_path(cache_dir, shard), unit.found, extra={"code": "W702"}
         )
     return unit.state == "finished"
 

@@ -68,7 +68,7 @@ class Items(Units):
         self._fingerprint = dataset.fingerprint()
         self._selected: Tensor | None = None
         if not len(dataset):
-            raise CacheError(self.folder, "no sample", remedy="Make the cache of more chats", code="E107")
+            raise CacheError(self.folder, "no sample", remedy="Run precompute over more chats", code="E107")
         if isinstance(dataset, NativeEagle3Dataset):
             self._selected, longest = dataset.selected_token_ids, int(dataset.counts[:, 0].max())
             self.T = 0 if pad_to is None else checked_int("pad_to", pad_to, 1)  # 0: each batch has a width of its own

@@ -28,8 +28,8 @@ FEW = 0.05
 ENOUGH = 10_000
 """A run stops after this many supervised slots without a position."""
 REMEDY = (
-    "Use a draft vocabulary of these samples and this target, in place of --draft-vocab-from, or a larger one "
-    "(--draft-vocab-size, the setting eagle3_draft_vocab_size), and a fresh folder for a cache of it"
+    "Count the draft vocabulary from these samples (leave out --draft-vocab-from), or take a larger one "
+    "(--draft-vocab-size, the setting eagle3_draft_vocab_size). Build that cache in a fresh folder"
 )
 
 
@@ -68,8 +68,8 @@ class Counts:
         if not self.supervised:
             return f"none of the {self.tokens:,} tokens has loss, expected some"
         return (
-            f"0 positions: of {self.supervised:,} slots with loss there is none where the target's most probable token "
-            f"is in the draft's vocabulary, so a draft's loss would be 0 throughout. {REMEDY}"
+            f"0 positions: the target's most probable token is in the draft's vocabulary in none of "
+            f"{self.supervised:,} slots with loss, so a draft's loss would always be 0. {REMEDY}"
         )
 
     @property
@@ -175,6 +175,6 @@ def _facts(folder: Path, shard: int, counted: Sequence[str]) -> dict[str, Any]:
     facts: dict[str, Any] = (read_receipt(folder, shard) or {"facts": {}})["facts"]
     for name in counted:
         if type(number := facts.get(name)) is not int:
-            path, remedy = receipt_path(folder, shard), "Remove it and produce the shard again: precompute --resume"
+            path, remedy = receipt_path(folder, shard), "Remove it, and run the same precompute command with --resume"
             raise CacheError(path, f"{name} is {shortened(number)}", "a count", remedy, code="E701")
     return facts

@@ -158,13 +158,13 @@ def load_token_mapping(
     try:
         if size != target_vocab_size:
             found = f"its target_vocab_size is {shortened(size)}"
-            raise VocabularyError(f"{found}, expected {target_vocab_size} as the target has")
+            raise VocabularyError(f"{found}, expected {target_vocab_size} of the target")
         checked = _checked_ids(torch.as_tensor(ids), target_vocab_size)
         if draft_vocab_size is not None and len(checked) != min(draft_vocab_size, target_vocab_size):
             raise VocabularyError(f"it has {len(checked)} ids, expected draft_vocab_size={draft_vocab_size}")
     except (ValueError, TypeError, RuntimeError) as error:  # torch raises any of them for what is no tensor
         raise CacheError(
-            where, f"no choice of draft tokens for this run: {error}", remedy="Name another one", code="E707"
+            where, f"no draft vocabulary for this run: {error}", remedy="Name another one", code="E707"
         ) from error
     return checked, _mask(checked, target_vocab_size)
 

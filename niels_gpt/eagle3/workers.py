@@ -249,9 +249,11 @@ def try_target(plan: TargetPlan, name: str, ids: torch.Tensor, model: Any) -> Fo
     except Exception as error:  # of the model's code, torch, or a library
         if getattr(error, "code", None) in ("E705", "E708"):  # has a text of its own
             raise
-        advice = "" if plan.run.get("attention") == "eager" else ". If its attention is why: --attention eager"
+        advice = (
+            "" if plan.run.get("attention") == "eager" else ". If the attention is the cause, pass --attention eager"
+        )
         raise TargetError(
-            f"{plan.target.get('name')}: the target was loaded, and could not be run over {ids.shape[1]} tokens "
+            f"{plan.target.get('name')}: the target was loaded, but failed on {ids.shape[1]} tokens "
             f"({type(error).__name__}: {error}){advice}. Nothing was written"
         ) from error
     manifest = plan.manifest

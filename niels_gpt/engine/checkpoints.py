@@ -144,11 +144,11 @@ class Build:
         return root / place
 
     def has(self, name: str) -> bool:
-        """Whether this build appends to a file of this name."""
+        """Return whether this build appends to a file of this name."""
         return name in self._places
 
     def keeps(self, name: str) -> bool:
-        """Whether a growing file becomes a file of the cache."""
+        """Return whether a growing file becomes a file of the cache."""
         return self._places[name] is not None
 
     def close(self) -> None:

@@ -328,7 +328,7 @@ class Attempts:
         self._write({"build": key, "documents": documents, "runs": before + 1})
 
     def gained(self, documents: int) -> bool:
-        """Whether this run has made a checkpoint; if so, count from 0 again."""
+        """Return whether this run has made a checkpoint; if so, count from 0 again."""
         if documents == self._documents:
             return False
         self.forget()

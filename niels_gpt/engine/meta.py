@@ -67,7 +67,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def is_of_this_version(identity: Mapping[str, Any]) -> bool:
-    """Whether this version of the program and of its library may resume a build with this identity."""
+    """Return whether this version of the program and of its library may resume a build with this identity."""
     theirs = identity.get("versions")
     if not isinstance(theirs, dict):
         return True

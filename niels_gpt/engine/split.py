@@ -208,7 +208,7 @@ class TokenBudget:
         return None if limit is None else limit - self.used[split]
 
     def full(self, split: str) -> bool:
-        """Whether no further token fits."""
+        """Return whether no further token fits."""
         return self.room(split) == 0
 
 

@@ -377,7 +377,7 @@ class Seek:
         return asdict(self)
 
     def leads_to(self, state: SourceState) -> bool:
-        """Whether `state` is the recorded state after the last document."""
+        """Return whether `state` is the recorded state after the last document."""
         return (dict(state.counters), dict(state.position), state.generator) == (
             self.last_counters,
             self.last_position,

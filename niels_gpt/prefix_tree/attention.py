@@ -340,7 +340,7 @@ def _reducing(model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
             what = "the model that fully_shard was applied to" if is_sharded(reducer) else type(reducer).__name__
             raise AttentionRouteError(
                 f"{type(module).__name__} was called, and not {what}: its gradients would not be reduced, and each "
-                "rank would train by its own samples alone. Use hidden, head = body_forward(model, forest) of "
+                "rank would train only on its own samples. Use hidden, head = body_forward(model, forest) of "
                 "niels_gpt.prefix_tree.heads, or call the wrapper; to evaluate, use torch.no_grad()"
             )
 

@@ -9,7 +9,7 @@ A bin is a set of samples, and its forest is one row. A group stays in one bin w
 depth-first order, so that a piece shares as much as it can; each piece computes the shared tokens once. Each sample is
 in one bin. Nothing is drawn: equal input gives equal bins.
 
-`plan_bins` decides on integers alone: the length of each sample, and the tokens that it shares with its predecessor in
+`plan_bins` decides only on integers: the length of each sample, and the tokens that it shares with its predecessor in
 depth-first order. They give tokens and attention pairs of any selection of samples without its forest.
 """
 

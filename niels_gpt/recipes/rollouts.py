@@ -143,7 +143,7 @@ class TreeCaches(Family):
     id_copies = 1
 
     def needs_sentinels(self, settings: Settings) -> bool:
-        """Whether a message is marked by sentinels: always."""
+        """Return whether a message is marked by sentinels: always."""
         return True
 
     def build(self, request: Request, job: Job) -> dict[str, Any]:

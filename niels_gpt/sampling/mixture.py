@@ -204,8 +204,8 @@ class MixtureStream(Stream[Any]):
 
     The counts of a block are integers; remainders are carried over to the next block, so that every source gets its
     exact share in the long run, however small. The seed decides which places of a block belong to which source, drawn
-    for each block; the samples of a source keep their order. A sample follows from its number alone, as in an
-    EpochStream, and a rank computes only its samples. State, ranks and workers are as in an EpochStream.
+    for each block; the samples of a source keep their order. A sample depends only on its number, as in an EpochStream,
+    and a rank computes only its samples. State, ranks and workers are as in an EpochStream.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def permute(
     indices: [n], each from 0 to size - 1. keys: uint64 [ROUNDS]. tweaks: [n] or [1], such as the number of the epoch.
     The same keys and tweak always give the same permutation.
     """
-    # Any index alone, without a stored order: ranks, workers and a resumed run agree by the keys, in O(1) memory. The
+    # Any single index, without a stored order: ranks, workers and a resumed run agree by the keys, in O(1) memory. The
     # domain is less than 4 * size, so a walk takes under four steps on average.
     half = max(1, (int(size - 1).bit_length() + 1) // 2)
     low, high = (int(tweaks.min()), int(tweaks.max())) if len(tweaks) else (0, 0)

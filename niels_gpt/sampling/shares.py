@@ -2,7 +2,7 @@
 
 Of the first x samples of a phase, the source of the largest weight w has round(x * w / W), where W is the sum of all
 weights and round(z) = floor(z + 1/2); of the rest, the source of the next weight has its part in the same way, and the
-last source has the rest. So the counts are integers that sum to x, never fall as x grows, and follow from x alone. Of n
+last source has the rest. So the counts are integers that sum to x, never fall as x grows, and depend only on x. Of n
 sources, none is further from its exact share than 1/2 + (1 + 1/2 + ... + 1/(n - 1)) / 2 samples.
 
 The places of a block are assigned to sources by halving. A run of m places, c_1, ..., c_n of them for the sources,

@@ -4,7 +4,7 @@
     Located     samples that were looked up together, thousands at once, and are read batch by batch
     Stream      global batches of samples, ranks, workers, the position and its state
 
-A stream is an endless or finite list of samples 0, 1, 2, ..., each computed from its number alone. A global batch is
+A stream is an endless or finite list of samples 0, 1, 2, ..., each computed only from its number. A global batch is
 the next `global_batch_size` samples; each rank gets an equal, consecutive part of it; DataLoader worker w of W gets
 the batches w, w + W, w + 2W, ... So the number of samples that all ranks together have consumed is the whole state, and
 a run may resume with other ranks, workers and batch sizes.

@@ -84,7 +84,7 @@ class FileMaps:
 
 
 def has_room(num_files: int) -> bool:
-    """Whether this process may map that many more files: in all a third of the maps that Linux allows it.
+    """Return whether this process may map that many more files: in all a third of the maps that Linux allows it.
 
     A file takes two maps, itself and the gap before the next one. A process without maps left can allocate no memory.
     """

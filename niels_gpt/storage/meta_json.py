@@ -110,7 +110,7 @@ def refuse_holes(path: PathLike, handle: int, least_share: int = LEAST_SHARE) ->
 
 
 def is_sparse(status: os.stat_result, least_share: int = LEAST_SHARE) -> bool:
-    """Whether a file may be mostly holes, by its lstat. `refuse_holes` decides."""
+    """Return whether a file may be mostly holes, by its lstat. `refuse_holes` decides."""
     return status.st_size > _MIN_SPARSE_BYTES and least_share * 512 * status.st_blocks < status.st_size
 
 

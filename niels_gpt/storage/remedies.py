@@ -116,7 +116,7 @@ def build_again(path: str | os.PathLike[str], code: str = "") -> str:
 
 
 def is_copy(path: str | os.PathLike[str]) -> bool:
-    """Whether a cache was pulled, staged or copied, so that no build recorded here made it.
+    """Return whether a cache was pulled, staged or copied, so that no build recorded here made it.
 
     No command is known that makes such a cache again. path: any file or folder of the cache.
     """
@@ -133,7 +133,7 @@ def is_copy(path: str | os.PathLike[str]) -> bool:
 
 
 def _has_replaced_a_build(cache: Path) -> bool:
-    """Whether the committed version is not the last build's, as after a pull. No file is trusted."""
+    """Return whether the committed version is not the last build's, as after a pull. No file is trusted."""
     try:
         with open(open_for_reading(cache.parent / _VERSIONS_DIR / cache.name / _RECIPE_NAME), "rb") as file:
             version = json.loads(file.read(_MOST_RECIPE_BYTES)).get("version")

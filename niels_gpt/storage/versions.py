@@ -517,7 +517,7 @@ def _is_partitions(entry: Path) -> bool:
 
 
 def _is_marked(entry: Path, kinds: Collection[str]) -> bool:
-    """Whether the content of an entry of a versions folder proves that this project made it."""
+    """Return whether the content of an entry of a versions folder proves that this project made it."""
     try:
         if entry.name == RECIPE_NAME:
             return {"fingerprint", "meta_sha256", "version"} <= parse_object(read_regular(entry)).keys()
@@ -538,7 +538,7 @@ def _is_marked(entry: Path, kinds: Collection[str]) -> bool:
 
 
 def is_journal(path: Path) -> bool:
-    """Whether a file begins with the first line of a build's journal.
+    """Return whether a file begins with the first line of a build's journal.
 
     Raises: FileNotFoundError; CacheError E203 or E205 if `open_regular` refuses it.
     """

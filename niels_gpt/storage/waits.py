@@ -52,7 +52,7 @@ def asked_seconds(headers: Mapping[str, str]) -> float | None:
 
 
 def is_passing(status: int) -> bool:
-    """Whether this HTTP status is temporary, so that a later request may succeed."""
+    """Return whether this HTTP status is temporary, so that a later request may succeed."""
     return status in (408, 425, 429) or status >= 500
 
 

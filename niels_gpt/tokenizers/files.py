@@ -55,7 +55,7 @@ _BEGINNING = 4096  # bytes of a file that are enough to tell JSON from a model
 
 
 def is_json(beginning: bytes) -> bool:
-    """Whether a file that begins so is JSON, and not a SentencePiece model."""
+    """Return whether a file that begins so is JSON, and not a SentencePiece model."""
     return beginning.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] in (b"{", b"[")
 
 

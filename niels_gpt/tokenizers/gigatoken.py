@@ -62,7 +62,7 @@ class GigatokenEngine:
         return self._memory.times_reopened
 
     def may_differ(self, text: bytes) -> bool:
-        """Whether the reference must encode a text, since the tables of Unicode may differ on it.
+        """Return whether the reference must encode a text, since the tables of Unicode may differ on it.
 
         For a tokenizer that composes characters (NFC), gigatoken is opened without composing, and encodes only texts
         that are composed already. A text that is composed by newer tables is so by the reference's older ones too.

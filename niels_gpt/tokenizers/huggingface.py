@@ -381,7 +381,7 @@ def _plain(raw: bytes, where: str) -> Any:
 
 
 def is_of_library(error: BaseException) -> bool:
-    """Whether the library raised an error, not the user by Ctrl-C. Its panics are no subclass of Exception."""
+    """Return whether the library raised an error, not the user by Ctrl-C. Its panics are no subclass of Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

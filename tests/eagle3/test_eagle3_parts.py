@@ -243,7 +243,7 @@ def test_the_seal_names_what_is_missing_damaged_or_foreign(parts, tmp_path):
 @pytest.mark.parametrize("name", ["sidecar/samples.safetensors", "target_weights.safetensors", "sidecar/batches.jsonl"])
 def test_what_no_shard_holds_is_written_again_by_any_part(parts, name, whole_native):
     flip_bit(parts / name, -1)
-    refused(lambda: seal(parts), "Make a partition again")
+    refused(lambda: seal(parts), "Build a partition again")
     assert make(parts, (2, 3)) == 0
     seal(parts)
     assert whole_tree(parts) == whole_native
@@ -269,7 +269,7 @@ def test_a_machine_with_another_plan_or_other_code_is_refused(tmp_path):
     refused(lambda: other(target={"config_sha256": "d" * 64}), "target.config_sha256")
     refused(lambda: other(batch_size=2), "batches.batch_size: 3, now 2")
     refused(lambda: other(selected_token_ids=[1, 2, 3], draft_vocab_size=3), "manifest.draft_vocab_size")
-    refused(lambda: other("3"), "libraries.torch: '2', now '3'", "Install the same version")
+    refused(lambda: other("3"), "libraries.torch: '2', here '3'", "Install the same version")
     assert whole_tree(folder) == before
     other()
     assert has_shard(folder, 1)
@@ -398,7 +398,7 @@ def test_a_folder_of_partitions_is_sealed_without_the_flags_of_a_source(parts):
     for flags in (["--partitions", "3"], ["--sizes-only"], ["--seed", "7", "--lock", "lease"]):
         done = niels_gpt("seal", parts, *flags)
         assert done.status == 2 and "error[E101]" in done.err and f"{flags[0]}" in done.err
-        assert "is sealed without flags" in done.err and whole_tree(parts) == before
+        assert "leave the flags out" in done.err and whole_tree(parts) == before
 
 
 def test_a_seal_that_ended_before_it_removed_its_locks_is_repeated(parts, whole_native):

@@ -130,7 +130,7 @@ def test_a_run_that_does_not_fit_is_refused_within_seconds(tmp_path, run):
         status, out, _ = run(*large, "--dry-run")
         assert status == 1 and "free 5,242,880: does not fit" in out
         status, out, errors = run(*large)
-        assert status == 1 and "and 5,242,880 are free there. Make room, name another --output-dir" in errors
+        assert status == 1 and "but only 5,242,880 are free there. Make room, name another --output-dir" in errors
         assert list(place.iterdir()) == []
 
 
@@ -148,9 +148,9 @@ def test_a_run_that_does_not_fit_is_refused_within_seconds(tmp_path, run):
         (["--format-version=2", "--aux-dtype", "fp8"], "--aux-dtype is fp8, and it applies to --format native only"),
         (["--shard-bytes", "9"], "--shard-bytes is 9, and it applies to --format native only, not to 1"),
         *((["--part", part], f"--part is '{part}', expected i/N") for part in ("0/2", "3/2", "1", "1/", "a/2")),
-        (["--partitions", "2"], "--partitions 2: which one shall be made? Pass --partition I, 0 to 1"),
-        (["--partition", "1"], "--partition 1: of how many? Pass --partitions N"),
-        (["--partitions", "2", "--partition", "2"], "--partition 2: expected 0 to 1, of --partitions"),
+        (["--partitions", "2"], "--partitions 2: no partition is named. Pass --partition I, 0 to 1"),
+        (["--partition", "1"], "--partition 1: the number of partitions is missing. Pass --partitions N"),
+        (["--partitions", "2", "--partition", "2"], "--partition 2: expected 0 to 1, below --partitions"),
         (["--partitions", "0", "--partition", "0"], "--partitions is 0, expected 1"),
         (["--partitions", "2", "--partition", "-1"], "--partition is -1, expected 0"),
         (["--partitions", "2", "--partition", "0", "--part", "1/2"], "--part 1/2 is the earlier name of --partitions"),
@@ -173,7 +173,7 @@ def test_bad_values_are_usage_errors_that_name_the_flag(arguments, flags, text):
         (["--target-model", "./nowhere"], "nowhere"),
         (["--input-data", "nowhere.jsonl"], "--input-data nowhere.jsonl"),
         (["--draft-vocab-from", "nowhere.pt"], "nowhere.pt"),
-        *((["--output-dir", "/proc/cache", flag], "no file can be made there: '/proc'") for flag in AT_ONCE),
+        *((["--output-dir", "/proc/cache", flag], "cannot create a file there: '/proc'") for flag in AT_ONCE),
         *[(["--device", "cuda"], "--device cuda: torch finds no usable GPU")] * (not torch.cuda.is_available()),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_file_or_a_link_to_nowhere_where_a_folder_is_needed_is_named_at_once(t
         make(tmp_path / file)
         status, out, errors = run(flag, "--output-dir", str(tmp_path / folder))
         assert (status, out) == (1, "") and f"{tmp_path / file}: " in errors
-    assert (tmp_path / file).read_text() == "mine" and "is in the way" in errors
+    assert (tmp_path / file).read_text() == "mine" and "blocks --output-dir" in errors
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------

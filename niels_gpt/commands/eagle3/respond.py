@@ -70,7 +70,7 @@ def _say_advice(counts: Mapping[str, int]) -> None:
     from niels_gpt.chat.protocol import NOT_STABLE
 
     if counts.get(NOT_STABLE):
-        say("the chat template writes earlier replies otherwise when a reply follows: --form ids has a row for each")
+        say("the chat template rewrites earlier replies when another follows; --form ids writes a row for each reply")
 
 
 respond = Command(

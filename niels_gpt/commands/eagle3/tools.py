@@ -201,8 +201,8 @@ def _refuse_stated(*names: str) -> None:
     if stated := [name for name in names if given(name) not in (None, ParameterSource.DEFAULT)]:
         flags = ", ".join("--" + name.replace("_", "-") for name in stated)
         raise click.UsageError(
-            f"{flags}: only where a native cache becomes one of version 1 or 2. Here no shard is written, and the "
-            "cache stays in its place. Leave it out, or copy the cache first"
+            f"{flags}: only for a native cache that becomes version 1 or 2. This conversion writes no shard, and "
+            "changes the cache in place. Leave it out, or copy the cache first: cp -rL CACHE COPY"
         )
 
 
@@ -234,7 +234,7 @@ def _to_dense(
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no usable GPU here. Use --device cpu")
     if out is None:
-        raise click.UsageError(f"{cache} is native, and version {version} has other shards: name --output-dir OUT")
+        raise click.UsageError(f"{cache} is native, and version {version} needs new shards: pass --output-dir OUT")
     conversion = DenseConversion(cache, version, shard_size=shard_size, device=device, follow_links=follow_links)
     cost = conversion.cost(out)
     say(
@@ -242,7 +242,7 @@ def _to_dense(
         f"free {cost.free_bytes:,}"
     )
     if cost.rounded_from is not None:
-        say(f"the auxiliary states are {cost.rounded_from}: they are written as {conversion.manifest['dtype']}")
+        say(f"the auxiliary states are converted from {cost.rounded_from} to {conversion.manifest['dtype']}")
     with progress_bar("convert", "tok") as progress:
         conversion.write(out, progress=progress)
     say(f"{out}: version {version}; distributions where there is loss, uniform ones in the other slots")
@@ -273,10 +273,10 @@ def _not_to_native(cache: Path, manifest: dict[str, Any], follow_links: bool) ->
     words = ["niels-gpt", "eagle3", "precompute", "--format", "native"]
     words += [str(word) for name, value in options.items() if value is not None for word in (f"--{name}", value)]
     has_template = record.get("tokenizer", {}).get("template_sha256") is not None
-    template = "With the --chat-template of the first run, if it had one. " if has_template else ""
+    template = "Take the --chat-template of the first run, if it had one. " if has_template else ""
     found = (
-        f"version {manifest['format_version']} holds neither the target's last hidden states nor its log-normalizers, "
-        "of which a native cache is made"
+        f"version {manifest['format_version']} has neither the target's last hidden states nor its log-normalizers, "
+        "and a native cache needs both"
     )
     return CacheError(cache, found, remedy=f"{template}Run the target again: {shlex.join(words)}", code="E710")
 
@@ -335,7 +335,7 @@ def redraft(
         follow_links=follow_links,
     )
     size, (linked, copied) = len(made.selected_token_ids), (made.linked_bytes, made.copied_bytes)
-    fewer = f", which is all of the target's, not {draft_vocab_size:,}" if size < (draft_vocab_size or 0) else ""
+    fewer = f", the whole vocabulary of the target, not {draft_vocab_size:,}" if size < (draft_vocab_size or 0) else ""
     say(f"{out}: draft vocabulary {size:,}{fewer}; {made.counts}; {linked:,} bytes linked, {copied:,} copied")
     return Result(
         {"cache": str(out), "draft_vocab_size": size, "positions": made.counts.positions, "linked_bytes": linked},
@@ -357,8 +357,8 @@ def _special_ids(cache: Path, name: str | None, follow_links: bool) -> list[int 
     try:
         return list(open_tokenizer(model).special_token_ids)
     except (FileNotFoundError, ValueError, ConnectionError) as error:
-        found = f"it has no plan with the special tokens, and the tokenizer of {model} cannot be opened: {error}"
-        remedy = "Name the target's folder or hub id with --tokenizer, or the tokens with --draft-vocab-from"
+        found = f"no plan lists its special tokens, and the tokenizer of {model} cannot be opened: {error}"
+        remedy = "Pass the target's folder or hub id as --tokenizer, or name the draft tokens with --draft-vocab-from"
         raise CacheError(cache, found, remedy=remedy, code="E707") from error
 
 
@@ -397,7 +397,7 @@ def join(out: Path, part: tuple[Path, ...]) -> Result:
     copied = f", {joined.copied_bytes:,} bytes were copied" if joined.copied_bytes else ""
     say(
         f"{out}: {totals['shards']:,} shards, {totals['samples']:,} samples, {totals['tokens']:,} tokens; "
-        f"{joined.linked_bytes:,} bytes are shared with them{copied}"
+        f"{joined.linked_bytes:,} bytes are shared with the partitions{copied}"
     )
     made = {"folder": str(out), "totals": totals}
     sizes = {"linked_bytes": joined.linked_bytes, "copied_bytes": joined.copied_bytes}
@@ -527,8 +527,8 @@ def _special_ids_of_target(target: str, revision: str | None, config: Any) -> li
 
     try:
         return list(open_tokenizer(target, revision=revision).special_token_ids)
-    except (OSError, ValueError):  # of states alone no tokenizer is needed
-        say("note: the target's tokenizer cannot be opened; its special tokens are taken from its config")
+    except (OSError, ValueError):  # states need no tokenizer
+        say("note: the target's tokenizer cannot be opened; the special tokens come from the target's config")
     given: list[Any] = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")]
     return [each[0] if isinstance(each, list) and each else each for each in given]
 
@@ -572,7 +572,7 @@ def export(cache: Path, out: Path, follow_links: bool, tool: str) -> Result:
         f"{out}: {done.samples:,} samples of {done.tokens:,} tokens, {done.num_bytes:,} bytes of states",
         f"  last hidden  {done.last_hidden}",
         f"  zeros        {done.without_aux:,} tokens without auxiliary states, {done.without_last:,} without a last "
-        "one, which the loss of EAGLE-3 does not need",
+        "hidden state; the loss of EAGLE-3 needs neither",
     ]
     say("\n".join([*lines, *(f"  note: {note}" for note in done.notes)]))
     return Result({"out": str(out), "tool": tool, **asdict(done)})

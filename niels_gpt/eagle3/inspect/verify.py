@@ -194,7 +194,9 @@ class Report:
         except FileNotFoundError as error:
             missing = error.filename and self._cache.missing(error.filename, "one of the cache's")
             self._add(missing or error)
-        except (CacheError, OSError) as error:  # both name the file
+        except CacheError as error:
+            self._add(self._cache.with_remedy(error) if error.code == "E205" else error)
+        except OSError as error:  # names the file, as the others do
             self._add(error)
         except _MALFORMED as error:
             found = f"not as docs/formats.md describes it ({error!r})"
@@ -361,15 +363,15 @@ def _wrong_file(cache: Eagle3Cache, name: str, size: int, sha256: str) -> Proble
         return
     if path.is_symlink() and not cache.follow_links:
         os.close(open_file(path))  # raises the error that links get
-    found, expected = "", f"{size:,} bytes by {META_NAME}"
-    if not path.is_file():
+    found, expected, is_file = "", f"{size:,} bytes by {META_NAME}", path.is_file()
+    if not is_file:
         found, expected = "not a regular file", f"one of {expected}"
     elif path.stat().st_size != size:
         found = f"{path.stat().st_size:,} bytes"
     elif (computed := file_sha256(path, follow_links=cache.follow_links)) != sha256:
         found, expected = f"sha256 {computed[:12]}", f"{sha256[:12]} by {META_NAME}"
     if found:
-        yield CacheError(path, found, expected, cache.remedy(path.name), code="E701")
+        yield CacheError(path, found, expected, cache.remedy(path.name, is_file=is_file), code="E701")
 
 
 def _wrong_shard(cache: Eagle3Cache, shard: int) -> Problems:
@@ -380,6 +382,8 @@ def _wrong_shard(cache: Eagle3Cache, shard: int) -> Problems:
     path = Path(shard_path(cache.folder, shard))
     for row, damage in cache.files.damage(shard, cache.tick):
         text, spans = damage, [(0, path.stat().st_size)]
+        if not path.is_file():  # a folder or a pipe
+            text = f"{damage}. {cache.remedy(is_file=False)}"
         if row is not None:
             text = f"{damage}. It is {cache.name(cache.files.first_of(shard) + row)}. {cache.remedy()}"
             spans = cache.files.spans(shard, row)

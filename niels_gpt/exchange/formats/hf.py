@@ -3,7 +3,7 @@
 A row is a whole document of a pretrain cache, or an example of an sft cache. Its columns:
     id            string, the source id; not there in a cache without ids
     input_ids     list of int32: what datasets and torch read without a cast, of both widths of ours
-    labels        list of int32, of an sft cache alone: the id where a token carries loss, else -100; trainers
+    labels        list of int32, only of an sft cache: the id where a token carries loss, else -100; trainers
                   shift them. A pretrain cache has none: trainers copy its input_ids
     position_ids  list of int32: 0, 1, ... in each row
 Of a rollout cache a row is a sample, with the columns that `build --rollouts` reads: group, ids, prompt_length, mask,

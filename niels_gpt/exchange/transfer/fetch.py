@@ -333,7 +333,7 @@ def _chosen_shards(remote: Described, split: str | None, max_bytes: int | None) 
     """
     if not remote.kind.has_parts:
         able = " or ".join(kind.name for kind in kinds() if kind.has_parts)
-        why = f"a part of a cache of kind {remote.kind.name} cannot be staged: only shards of {able} are read alone"
+        why = f"a part of a cache of kind {remote.kind.name} cannot be staged, only shards of {able}"
         raise ValueError(f"{why}. Leave out --split and --max-bytes")
     if split not in (None, *SPLITS):
         raise ValueError(f"--split {split}: expected {' or '.join(SPLITS)}")

@@ -122,7 +122,7 @@ def _of_groups(data: RolloutDataset) -> Iterator[Finding]:
 
 
 def _is_empty(meta: dict[str, Any], split: str) -> bool:
-    """Whether the files of a split hold nothing, whatever the totals say."""
+    """Return whether the files of a split hold nothing, whatever the totals say."""
     records = [record for record in file_records(meta) if record["name"].split("/")[-1].startswith(f"{split}_")]
     return all(record["bytes"] <= (HEADER_BYTES if record["name"].endswith(".npy") else 0) for record in records)
 

@@ -341,7 +341,7 @@ def check_index(folder: Path, split: str, groups: Ints, samples: Ints, sizes: Ma
     """Raise CacheError E203 unless the numbers of the index fit each other and the sizes of the files.
 
     groups: int64 [groups, 9]. samples: int64 [samples, 5]. sizes: entries of the files by name: tokens, bytes of loss
-    bits and ids, and float32 of each field. Shared prefixes follow from the ids alone: the deep check compares them.
+    bits and ids, and float32 of each field. Shared prefixes follow from the ids: the deep check compares them.
     """
     path = public_file(folder / f"index/{split}_groups.npy")
     counts, column = groups[:, 1], dict(zip(GROUP_COLUMNS, groups.T, strict=True))

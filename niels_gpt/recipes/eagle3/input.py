@@ -94,7 +94,9 @@ def input_rows(
         yield from given_rows(given, vocab_size=size, seq_length=seq_length, counters=counters)
         return
     if settings.on_special == "text":
-        logger.info("%s: chats that hold a special token are dropped: on_special=text is for caches of tokens", FLAG)
+        logger.info(
+            "%s: chats with a special token are dropped: on_special=text applies to caches of tokens only", FLAG
+        )
     yield from chat_rows(
         input_chats(settings, input_data, tokenizer, counters=counters, facts=facts),
         tokenizer,
@@ -162,8 +164,8 @@ def _form(origin: ResolvedSource) -> str:
             forms.setdefault(CHATS if row[1].get(GIVEN_FIELDS[0]) is None else ROWS, path)
     if len(forms) > 1:
         raise InputError(
-            f"{FLAG} {origin.source}: the first row of {forms[ROWS]} has input_ids, and that of {forms[CHATS]} has "
-            "none. Expected chats only, or rows of input_ids and loss_mask only"
+            f"{FLAG} {origin.source}: {forms[ROWS]} begins with a row of input_ids, {forms[CHATS]} with a chat. "
+            "Expected chats only, or rows of input_ids and loss_mask only"
         )
     return next(iter(forms), CHATS)
 

@@ -248,13 +248,13 @@ class Options(TargetOptions):
         """Raise ValueError if --partition and --partitions are not both given, or contradict each other."""
         if self.partition is None and self.partitions is not None:
             raise ValueError(
-                f"--partitions {self.partitions}: which one shall be made? Pass --partition I, 0 to "
-                f"{self.partitions - 1}, or neither to make them all"
+                f"--partitions {self.partitions}: no partition is named. Pass --partition I, 0 to "
+                f"{self.partitions - 1}, or neither flag to build the whole cache"
             )
         if self.partition is not None and self.partitions is None:
-            raise ValueError(f"--partition {self.partition}: of how many? Pass --partitions N")
+            raise ValueError(f"--partition {self.partition}: the number of partitions is missing. Pass --partitions N")
         if self.partition is not None and self.partitions is not None and self.partition >= self.partitions:
-            raise ValueError(f"--partition {self.partition}: expected 0 to {self.partitions - 1}, of --partitions")
+            raise ValueError(f"--partition {self.partition}: expected 0 to {self.partitions - 1}, below --partitions")
 
     def check_form(self, stated: Collection[str]) -> None:
         """Raise ValueError, naming the flag, for an option that does not apply to the form.

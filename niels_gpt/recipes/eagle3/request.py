@@ -237,7 +237,7 @@ class Resolved(Target):
     def tokenizer_record(self) -> dict[str, Any]:
         """The plan's `tokenizer`."""
         names = ["sha256", "template_sha256", "mask_by", "pad_id"]
-        if self.options.form == "native":  # redraft chooses another draft vocabulary from the plan alone
+        if self.options.form == "native":  # redraft chooses another draft vocabulary only from the plan
             names.append("special_token_ids")
         return {name: getattr(self.tokenizer, name) for name in names} | self.start_record
 
@@ -404,7 +404,8 @@ def resolve(
     target, facts = found["target"], found["source"]
     if target.max_positions is not None and options.seq_length > target.max_positions:
         raise TargetError(
-            f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions"
+            f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions. "
+            f"Pass --seq-length {target.max_positions} or less"
         )
     try:
         layers = parse_aux_layers(options.aux_layers, target.num_layers)

@@ -5,11 +5,11 @@ the one that has been so for the longest time; if none has room, into a new row.
 together: the smallest room r >= s takes r // s pieces of length s in each of its rows, one row after the other, which
 is what happens if they come one by one. So the work grows with the pairs of (length, room), not with the pieces.
 
-The plan depends on the lengths alone and holds for every epoch. It has slots: slot i is for some piece of the i-th
+The plan depends only on the lengths and holds for every epoch. It has slots: slot i is for some piece of the i-th
 length. Which piece of that length stands there is decided by the seed and the epoch: slot f + i of n slots from f on
 gets piece (a * i + b) mod n of its length, by its number, with the a and b of `Turn`. So the next epoch costs nothing,
-and pieces of a length that is frequent meet others in each epoch. Of a length that one piece alone has, that piece
-stands in the same slot in every epoch: pieces of rare lengths keep their company. Attention keeps them apart anyway.
+and pieces of a length that is frequent meet others in each epoch. If only one piece has a length, it stands in
+the same slot in every epoch: pieces of rare lengths keep their company. Attention keeps them apart anyway.
 
 This is a format: if it changes, a saved position means other rows, and PLAN_VERSION must be raised.
 """

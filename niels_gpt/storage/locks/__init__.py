@@ -112,7 +112,7 @@ def refuse_while_held(path: Path, locked: PathLike, state: str = "is in use") ->
 
 
 def is_leased(path: Path) -> bool:
-    """Whether this process holds the lock at `path` as a lease."""
+    """Return whether this process holds the lock at `path` as a lease."""
     from niels_gpt.storage.locks.leases import HELD
 
     return os.path.abspath(path) in HELD

@@ -38,7 +38,7 @@ def kernel_lock(path: Path, locked: PathLike, state: str = "is in use", *, wait:
         with suppress(OSError):  # a full disk: the lock holds without its text
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"user {user_name()}, host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
-            os.fsync(handle)  # if flock does not reach another machine, that machine has this text alone
+            os.fsync(handle)  # if flock does not reach another machine, that machine has only this text
         try:
             yield
         finally:

@@ -217,7 +217,7 @@ class Holder:
 
 
 def _is_zombie(pid: int) -> bool:
-    """Whether a process has ended and its parent has not asked for its status yet."""
+    """Return whether a process has ended and its parent has not asked for its status yet."""
     try:
         if os.readlink("/proc/self") != str(os.getpid()):  # /proc belongs to another namespace
             return False
@@ -423,7 +423,7 @@ class _Watch:
         """A holder that is alive: its counter was seen to move."""
 
     def is_over(self, number: int, found: Holder) -> bool:
-        """Whether a lease has run out, or its process is known to be dead."""
+        """Return whether a lease has run out, or its process is known to be dead."""
         now = time.monotonic()
         before, since, last = self._seen.get(number, (None, now, now))
         if before != found and before is not None:

@@ -112,7 +112,7 @@ def test_the_commands_make_parts_and_join_them(tmp_path, native_run):
         assert status == 0 and "The cache is not finished: make the other partitions" in out, errors
         assert f"to make in partition {number - 1} of 2" in out and "niels-gpt seal " in out
     done = niels_gpt("eagle3", "join", tmp_path / "c", tmp_path / "1", tmp_path / "2")
-    assert done.status == 0 and "bytes are shared with them" in done.out
+    assert done.status == 0 and "bytes are shared with the partitions" in done.out
     assert native_run("--shard-bytes", "20000", "--output-dir", str(tmp_path / "d"))[0] == 0
     assert whole_tree(tmp_path / "c") == whole_tree(tmp_path / "d")
     assert niels_gpt("eagle3", "verify", tmp_path / "c").status == 0

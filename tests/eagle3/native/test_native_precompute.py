@@ -247,7 +247,7 @@ def test_the_command_makes_one_and_says_what_it_takes(tmp_path, native_run, capl
     (tmp_path / "c" / "meta.json").unlink()  # what is not finished may get another one that is stated
     status, out, _ = native_run(*again, size, "64")
     assert status == 0 and "all shards were there, meta.json was written" in out
-    assert "another draft vocabulary, of 64 tokens in place of " in caplog.text
+    assert "the draft vocabulary has 64 tokens now, " in caplog.text
     (tmp_path / "c" / "meta.json").unlink()
     status, _, errors = native_run(*again)
     assert status == 1 and f"manifest.draft_vocab_size: 64, now {whole}" in errors

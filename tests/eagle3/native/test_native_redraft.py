@@ -67,7 +67,7 @@ def test_redraft_takes_the_tokens_of_a_file_and_of_a_cache(cache, tmp_path):
 def test_redraft_refuses_what_it_cannot_do_and_leaves_nothing(cache, made, tmp_path):
     asked = ("--draft-vocab-size", 60)
     status, _, errors = eagle3("redraft", made, tmp_path / "out", *asked)
-    assert status == 1 and "error[E710]" in errors and "its distributions cover only its own draft vocabulary" in errors
+    assert status == 1 and "error[E710]" in errors and "its distributions cover its own draft vocabulary only" in errors
     status, _, errors = eagle3("redraft", cache, made, *asked)
     assert status == 1 and "error[E704]" in errors
     status, _, errors = eagle3("redraft", cache, tmp_path / "out")
@@ -89,7 +89,7 @@ def test_redraft_says_which_folder_and_what_it_does_with_a_size(cache, tmp_path)
     whole = whole_tree(cache)
     vocab_size = read_manifest(cache)["target_vocab_size"]
     status, said, _ = eagle3("redraft", cache, tmp_path / "all", "--draft-vocab-size", vocab_size + 1)
-    assert status == 0 and f"which is all of the target's, not {vocab_size + 1:,}" in said
+    assert status == 0 and f"the whole vocabulary of the target, not {vocab_size + 1:,}" in said
     save_token_mapping(tmp_path / "ids.pt", [0], vocab_size)
     _, _, errors = eagle3("redraft", cache, tmp_path / "out", "--draft-vocab-from", tmp_path / "ids.pt")
     assert f"{tmp_path / 'out'}: 0 positions" in errors and "--output-dir" not in errors
@@ -101,7 +101,7 @@ def test_redraft_says_which_folder_and_what_it_does_with_a_size(cache, tmp_path)
         assert status == 1 and "error[E704]" in errors and "which it is made from" in errors
     with disk(tmp_path / "other", "8m") as other:
         _, _, errors = eagle3("redraft", cache, other / "a" / "out", "--draft-vocab-size", 60)
-        assert f"{other / 'a' / 'out'}: files of {cache} cannot be linked there" in errors
+        assert f"{other / 'a' / 'out'}: cannot link the files of {cache} there" in errors
     assert whole_tree(cache) == whole
 
 
@@ -143,7 +143,7 @@ def test_a_converted_cache_has_the_counts_and_the_mass_of_version_1(native_run, 
 def test_the_target_is_run_over_a_converted_cache_again(native_run, model, tmp_path, form):
     assert native_run(*form)[0] == 0
     status, said, _ = eagle3("convert", tmp_path / "c", "--format", 1, "--output-dir", tmp_path / "out")
-    assert status == 0 and ("the auxiliary states are fp8: they are written as bf16" in said) == ("fp8" in form)
+    assert status == 0 and ("the auxiliary states are converted from fp8 to bf16" in said) == ("fp8" in form)
     status, said, _ = eagle3("verify", tmp_path / "out", "--target", model)
     assert status == 0 and "recomputed    ok" in said, said
     # Of another sample's states it is refused.
@@ -171,9 +171,9 @@ def test_the_command_of_a_refused_conversion_takes_the_same_samples_and_the_same
 def test_conversions_that_would_lose_something_are_refused(cache, made, tmp_path):
     eagle3_native.write_native(tmp_path / "two", [[0, 1, 1]])
     status, _, errors = eagle3("convert", tmp_path / "two", "--format", 1, "--output-dir", tmp_path / "out")
-    assert status == 1 and "2 auxiliary layers, and versions 1 and 2 have 3" in errors
+    assert status == 1 and "2 auxiliary layers; versions 1 and 2 have 3" in errors
     status, _, errors = eagle3("convert", cache, "--format", 1)
-    assert status == 2 and "name --output-dir" in errors and not (tmp_path / "out").exists()
+    assert status == 2 and "pass --output-dir" in errors and not (tmp_path / "out").exists()
     for folder, form, flag in ((made, 2, "--shard-size"), (made, 2, "--output-dir"), (cache, "native", "--output-dir")):
         status, _, errors = eagle3("convert", folder, "--format", form, flag, 256)
-        assert status == 2 and f"{flag}: only where a native cache becomes one of version 1 or 2" in errors
+        assert status == 2 and f"{flag}: only for a native cache that becomes version 1 or 2" in errors
