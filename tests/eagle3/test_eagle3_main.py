@@ -102,7 +102,8 @@ def test_inspect_prints_the_form_and_where_it_came_from(made):
     assert done.json["layout"]["target_probs"] == ["bfloat16", [128, 60]]
 
 
-def test_inspect_prints_the_slots_of_a_sample(made, model):
+def test_inspect_prints_the_slots_of_a_sample(made, model, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")  # so that no heading is folded
     done = eagle3("inspect", made, "--sample", "5", "--tokenizer", model, "--slots", "100")
     assert done.status == 0
     heading, _, _, columns, *rows = re.sub(r"\n {20,}", " ", done.out).splitlines()
