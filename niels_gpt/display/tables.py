@@ -34,7 +34,7 @@ _MOST_CHARACTERS = 4_000
 _OF_TOKEN = 16  # characters
 _COLOUR = r"\x1b\[[0-9;]*m"
 # A command is one word, to the end of its sentence: people copy it.
-_COMMAND = r"(?:niels-gpt|pip install|python -m) \S.*?(?:[.;,](?=\s|$)|(?=\s\s)|$)"
+_COMMAND = r"(?:niels-gpt|pip install|python -m|rm) \S.*?(?:[.;,](?=\s|$)|(?=\s\s)|$)"
 _WORDS = re.compile(rf"{_COMMAND}|(?:{_COLOUR}|\S)+|\s+")
 
 

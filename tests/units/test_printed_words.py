@@ -93,5 +93,7 @@ def test_a_folded_line_keeps_commands_and_colours_whole():
     text = "It is damaged. Build it again: niels-gpt build chats --restart --cache-dir some/folder. Or copy it"
     lines = folded(text, 40, "  ")
     assert "  niels-gpt build chats --restart --cache-dir some/folder." in lines and max(map(len, lines[:1])) <= 40
+    text = "If that process has ended: rm -r '/a folder/of some caches/.lock'. Or wait"
+    assert folded(text, 30, "  ")[1] == "  rm -r '/a folder/of some caches/.lock'."
     colour = "\x1b[32mgreen\x1b[0m " * 10
     assert [size_of(line) for line in folded(colour, 23)] == [23, 23, 11]
