@@ -294,7 +294,7 @@ class CachedEagle3Dataset(CacheReader[dict[str, torch.Tensor]]):
         # manifests of other tools may lack some keys
         sizes = {"slots": "seq_length", "aux values": "aux_hidden_dim", "draft ids": "draft_vocab_size"}
         form = [f"{self.manifest[key]:,} {name}" for name, key in sizes.items() if self.manifest.get(key) is not None]
-        form += [f"top {self.manifest['target_probs_topk']:,}"] * self.compressed
+        form += [f"top {self.manifest['target_probs_topk']:,}"] if self.compressed else []
         form += [dtype for dtype in DTYPES if dtype == self.manifest.get("dtype")]
         target = self.manifest.get("target_model")
         rows = {"a sample": ", ".join(form), "target": shortened(target) * bool(target)}

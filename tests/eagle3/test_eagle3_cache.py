@@ -103,6 +103,14 @@ def test_a_cache_is_shown_by_its_path_its_samples_and_their_form(folder):
     assert repr(CachedEagle3Dataset(folder)).endswith(", 5 samples in 3 shards, 8 draft ids, top 3)")
 
 
+def test_a_cache_of_version_1_is_shown_without_the_key_of_version_2(folder):
+    write_cache(folder, samples=5, shard_size=2)
+    manifest = {key: value for key, value in CachedEagle3Dataset(folder).manifest.items() if key != "target_probs_topk"}
+    write_manifest(folder, {**manifest, "format_version": 1})
+    dataset = CachedEagle3Dataset(folder)
+    assert repr(dataset).endswith("8 draft ids, fp32, 'tiny')") and "8 draft ids, fp32" in dataset._repr_html_()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("topk", [0, 3])
 def test_a_shard_has_the_bytes_that_safetensors_writes(folder, dtype, topk):
