@@ -184,8 +184,9 @@ def convert(cache_dir: PathLike, format_version: int, *, follow_links: bool = Fa
 
     follow_links: accept files that are symbolic links. A written file replaces its link; nothing is written through
         one.
-    Raises: ValueError for another version; CacheError E710 for a top-k cache, which version 1 cannot hold, and for a
-        committed version below .versions/, which never changes; CacheError E503 while another process writes the cache.
+    Raises: ValueError for another version; CacheError E710 for a native cache, for a top-k cache, which version 1
+        cannot hold, and for a committed version below .versions/, which never changes; CacheError E503 while another
+        process writes the cache.
     """
     if type(format_version) is not int or format_version not in VERSIONS:
         raise ValueError(f"format_version {format_version}, expected 1 or 2")
@@ -206,6 +207,10 @@ def convert(cache_dir: PathLike, format_version: int, *, follow_links: bool = Fa
 
 def _convert(folder: Path, format_version: int, follow_links: bool) -> bool:
     manifest, meta = read_manifest(folder, follow_links=follow_links), eagle3_meta(folder, follow_links)
+    if is_native(manifest):
+        command = f"niels-gpt eagle3 convert {shlex.quote(str(folder))} --format {format_version} --output-dir OUT"
+        remedy = f"Write version {format_version} into another folder: {command}"
+        raise CacheError(manifest_path(folder), "a native cache", "version 1 or 2", remedy, code="E710")
     is_other: bool = manifest["format_version"] != format_version
     if is_other:
         topk = manifest.get("target_probs_topk")

@@ -11,8 +11,9 @@ from support import eagle3_native
 from support.commands import niels_gpt
 from support.eagle3_runs import EAGLE3, disk, whole_tree
 
-from niels_gpt.eagle3.cache import CACHE_KEYS, CachedEagle3Dataset, read_manifest, read_target_embeddings
+from niels_gpt.eagle3.cache import CACHE_KEYS, CachedEagle3Dataset, convert, read_manifest, read_target_embeddings
 from niels_gpt.eagle3.vocab import save_token_mapping
+from niels_gpt.storage.errors import CacheError
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -126,6 +127,13 @@ def test_a_native_cache_becomes_one_of_version_1_or_2_that_verify_accepts(cache,
     before, after = (json.loads((folder / "meta.json").read_bytes()) for folder in (cache, out))
     assert after["totals"] == {**{key: before["totals"][key] for key in after["totals"]}, "shards": 3}
     assert after["draft_mass"] == pytest.approx(1, rel=1e-6)  # the draft knows all tokens
+
+
+def test_a_native_manifest_is_never_rewritten_as_one_of_version_2(cache, tmp_path):
+    whole = whole_tree(cache)
+    with pytest.raises(CacheError, match=r"eagle3 convert .* --format 2 --output-dir OUT") as refused:
+        convert(cache, 2)
+    assert refused.value.code == "E710" and whole_tree(cache) == whole
 
 
 def test_a_converted_cache_has_the_counts_and_the_mass_of_version_1(native_run, tmp_path):
