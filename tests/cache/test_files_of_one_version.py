@@ -201,7 +201,7 @@ def test_damaged_checksums_blame_no_other_file(tmp_path):
     path = (tmp_path / "c").resolve() / "index/crc32.bin"
     path.chmod(0o644)
     path.write_bytes(bytes(len(path.read_bytes())))
-    with refused("E201", "crc32.bin: its bytes do not give its sha256"):
+    with refused("E201", "crc32.bin: its bytes do not match its sha256"):
         PretrainSplit(tmp_path / "c/train").stream(0, 9)
     path.write_bytes(b"1234")
     with refused("E203", "crc32.bin", "4 bytes"):

@@ -135,7 +135,7 @@ def test_max_bytes_is_the_limit_of_what_is_read():
         (["", SPECIAL_TOKENS[0]], {}, " left out for a reserved literal", "E406"),
         (["a"], {"vocab_size": 259}, "expected 260", "E102"),
         (["a"], {"vocab_size": 1 << 25}, "expected 260", "E102"),
-        (["a"], {"normalization": "nfkc"}, "of kind='sentencepiece'", "E102"),
+        (["a"], {"normalization": "nfkc"}, "kind='sentencepiece'", "E102"),
         (["a"], {"kind": "wordpiece"}, "sentencepiece, bpe", "E102"),
     ],
 )

@@ -182,7 +182,7 @@ def test_the_report_tells_size_share_and_sha_and_a_file_that_two_patterns_match_
     said = train(*patterns, "--out_dir", tmp_path / "out", "--vocab_size", "9000").out
     meta = json.loads((tmp_path / "out" / "tokenizer_meta.json").read_bytes())
     assert f"vocabulary: {meta['vocab_size']} ids, sha256 {meta['model_sha256']}" in said
-    assert "smaller than the 9000 asked for" in said
+    assert "fewer than the 9000 asked for" in said
     assert "trained on 41 documents from 23 files" in said
 
 
