@@ -6,14 +6,14 @@ fineweb_edu.py    web pages of FineWeb-Edu
 wikitext.py       encyclopedia lines of WikiText, by upstream's splits
 gutenberg.py      books: a file of a mirror is one book, or has one in each row
 roam.py           a folder of markdown notes, split by file into train and val
-dolly.py          instructions of Dolly 15k as chats
+dolly.py          instructions of Dolly 15k: which rows become chats
 oasst1.py         message trees of OpenAssistant: the paths that become chats, and whole trees
 sources.py        the table of built-in sources; a new one is a line here
 spec.py           a row of the table: how a source is found, loaded, split, credited and built
 upstream_rows.py  rows of a built-in source from a mirror or the hub: their numbers, and which are too large
 local.py          user-defined sources: the files that a pattern matches, and their texts, chats and rollouts
 reader.py         reads a source's files from a position on; counts and logs dropped rows
-chat_shapes.py    the forms of a chat in a user's file, and the known roles
+chat_shapes.py    the forms of a chat in a user's file, such as messages or ShareGPT, and the known roles
 exclude.py        documents and chats that --exclude leaves out
 types.py          samples: PretrainSample, ChatSample, ...; and the id of a sample in its source
 files/            rows and texts of files of any format

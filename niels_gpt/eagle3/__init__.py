@@ -1,31 +1,42 @@
 """The EAGLE-3 target cache: a frozen target model's outputs on disk, so that a draft trains without the target.
 
-cache.py         public: reader, loader and writer of every form, under the names of NeMo Automodel's offline cache
-native.py        public: reader and batches of the native form
-stream.py        public: Eagle3Stream: serves each sample exactly once an epoch, over any ranks and workers
-target.py        public: runs a target and captures hidden states and logits; chooses the captured layers
-head.py          public: the target's final norm and lm_head; turns stored hidden states into logits
-vocab.py         public: chooses the tokens that the draft knows; reads and writes that choice
-precompute.py    public: python -m niels_gpt.eagle3.precompute (commands/eagle3/precompute.py)
-respond.py       public: python -m niels_gpt.eagle3.respond (commands/eagle3/respond.py)
-__main__.py      public: python -m niels_gpt.eagle3 verify | inspect | convert | seal | stats (commands/eagle3/tools.py)
-kind.py          the kind eagle3: answers what niels_gpt.kinds asks of a finished cache
-draft_kind.py    the kind draft_vocab: the file of the draft's tokens
-build.py         builds a cache from plan, samples and target; decides the order of writes; seals and joins partitions
+Public:
+
+cache.py         reader, loader and writer of every form, under the names of NeMo Automodel's offline cache
+native.py        reader and batches of the native form
+stream.py        Eagle3Stream: serves each sample exactly once an epoch, over any ranks and workers
+target.py        runs a target and captures hidden states and logits; chooses the captured layers
+head.py          the target's final norm and lm_head; turns stored hidden states into logits
+vocab.py         chooses the tokens that the draft knows; reads and writes that choice
+precompute.py    python -m niels_gpt.eagle3.precompute (commands/eagle3/precompute.py)
+respond.py       python -m niels_gpt.eagle3.respond (commands/eagle3/respond.py)
+__main__.py      python -m niels_gpt.eagle3 verify | inspect | convert | seal | stats (commands/eagle3/tools.py)
+
+Build:
+
+build.py         builds a cache from plan, samples and target; decides the order of writes, meta.json last; seals, joins
 resume.py        decides whether a rerun may continue a folder, and which shards are finished
 partitions.py    locks the partitions of one folder, and compares the code of the machines that build them
 shard_units.py   shards as units of niels_gpt/engine/units.py
 workers.py       runs the target in this process or in several, and hands out the shards
 forward.py       runs one batch through the target and makes the stored fields of each form
-totals.py        counts a cache and writes its meta.json
+totals.py        counts a cache: the content of its meta.json
 disk.py          estimates the size of a cache and checks that it fits on the disk
 models.py        loads target models, by folder or hub id; writes the small model of the sample
 replies.py       generates the target's own replies to chats
+
+Files, and finished caches:
+
 format/          the files of a cache: their content, writers and readers, and the plan
+kind.py          the kind eagle3: answers what niels_gpt.kinds asks of a finished cache
+draft_kind.py    the kind draft_vocab: the file of the draft's tokens
 inspect/         checks a finished cache, compares it with its target, prints it
-derive.py        makes another cache of a native one, without the target: another draft vocabulary, or version 1 or 2
+derive.py        redraft and convert: makes another cache of a native one, without the target
 exchange/        imports the folders of other tools as native caches, and exports native caches
-produce/         the earlier place of make_target_cache, for one release
+
+Earlier names, for one release:
+
+produce/         of make_target_cache, in build.py
 
 Two forms: dense (versions 1 and 2, NeMo Automodel's offline cache: padded rows with distributions) and native (this
 project's: ragged rows with hidden states, a third of the bytes). A part is a partition of a build; a chunk is a piece

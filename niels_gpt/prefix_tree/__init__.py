@@ -27,7 +27,7 @@ Caches:
 
 Proof that folding changes nothing:
 
-    verify.py           verify_fold: compares a fold, of this package or another tool, with its samples run one by one
+    verify.py           verify_fold: compares losses and gradients of any fold with its samples run one by one
 
 Earlier names, for one release:
 
