@@ -11,7 +11,7 @@ from support.data_files import fingerprint_of, invalid_utf8, mirror_files, numbe
 from support.errors import refused
 
 from niels_gpt.data.fineweb_edu import iter_fineweb_edu
-from niels_gpt.data.sources import credit_of
+from niels_gpt.data.sources import SOURCES, credit_of
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -164,7 +164,24 @@ def test_the_fingerprint_is_the_documented_sum(tmp_path):
 def test_the_sample_is_mit_and_the_rest_as_upstream():
     assert credit_of("oasst1", "sample").licence == "MIT"
     assert credit_of("oasst1", "hub") == credit_of("oasst1", "/some/mirror")
-    assert credit_of("oasst1", "hub").licence == "Apache-2.0"
+    credits = {name: credit_of(name, "hub") for name in SOURCES}
+    assert {name: credit.licence for name, credit in credits.items()} == {
+        "fineweb_edu": "ODC-BY 1.0",
+        "wikitext": "CC BY-SA 3.0 and GFDL",
+        "roam": "the notes' owner's",
+        "gutenberg": "public domain in the United States",
+        "dolly15k": "CC BY-SA 3.0",
+        "oasst1": "Apache-2.0",
+    }
+    pages = {name: credit.attribution.rpartition(" https://")[2] for name, credit in credits.items()}
+    assert pages == {
+        "fineweb_edu": "huggingface.co/datasets/HuggingFaceFW/fineweb-edu",
+        "wikitext": "huggingface.co/datasets/Salesforce/wikitext",
+        "roam": "the notes' owner",
+        "gutenberg": "www.gutenberg.org",
+        "dolly15k": "huggingface.co/datasets/databricks/databricks-dolly-15k",
+        "oasst1": "huggingface.co/datasets/OpenAssistant/oasst1",
+    }
     with refused("E103", "'pile'"):
         credit_of("pile", "hub")
 
