@@ -187,8 +187,6 @@ def plain(value):
     """Return a value without the classes of either side."""
     if isinstance(value, tuple):
         return tuple(map(plain, value))
-    if hasattr(value, "mask_types"):
-        return asdict(value)
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
