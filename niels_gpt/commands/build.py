@@ -1,6 +1,6 @@
 """Build several caches in one process, one after the other, check each, and print the results.
 
-Decides which caches a command line names, and what is refused or left out before the first build.
+Decides which caches a command line names, and which are refused or left out before the first build.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_segments_of_another_row_and_a_mask_beside_them_are_refused():
     other = Segments.from_forest(PrefixForest.from_sequences(SAMPLES[:2]).padded(8))
     mask = dense_mask(FOREST)[None, None]
     for changes, message in (
-        ({"prefix_tree": other}, "another tree"),
+        ({"prefix_tree": other}, "these belong to another tree"),
         ({"prefix_tree": FOREST}, "expected Segments"),
         ({"prefix_tree": None}, "read as packed sequences"),
         ({"attention_mask": mask}, "beside prefix_tree"),

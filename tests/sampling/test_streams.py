@@ -225,7 +225,7 @@ def test_the_state_of_another_kind_of_stream_and_what_is_none_is_refused(root, k
         if other != kind:
             not_taken("E108", stream=stream, state=opened(other, root).state_dict())
     state = next(iter(opened(kind, root))).state
-    not_taken("E108", "stream", "stream is 0", stream=stream, state={**state, "stream": 0})
+    not_taken("E108", "stream is 0", "Another release", stream=stream, state={**state, "stream": 0})
     not_taken("E108", "checksum", stream=stream, state={**state, "checksum": "0" * 8})
     for what in (None, [], "state", 3, b"", {}, {"_snapshot": {}}, [("stream", 1)]):
         not_taken("E108", stream=stream, state=what)

@@ -112,7 +112,7 @@ def test_a_model_without_the_sentinels_opens_where_they_are_optional(tmp_path):
 def test_flags_of_sentencepiece_are_refused_for_bpe(capsys):
     flags = ["train-tokenizer", "--input-glob", "none", "--kind", "bpe"]
     assert main([*flags, "--model-type", "unigram"]) == 2
-    assert "error[E101]: --model-type" in capsys.readouterr().err
+    assert "error[E101]: --model-type: for SentencePiece, without effect with --kind bpe" in capsys.readouterr().err
     assert main(flags) == 1
 
 

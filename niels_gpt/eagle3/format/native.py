@@ -41,7 +41,7 @@ STARTS = ("token_starts", "aux_starts", "row_starts")
 DEFAULT_SHARD_BYTES = 1 << 30
 _HEADER_ROOM = 2048  # a header of at most 10 tensors takes less
 _LARGEST = 448.0  # torch.finfo(torch.float8_e4m3fn).max
-_CHUNK = 1 << 18  # values, of which the float32 take 1 MiB
+_CHUNK = 1 << 18  # values: 1 MiB as float32
 
 
 def target_positions(loss_mask: NDArray[Any]) -> NDArray[np.int64]:
