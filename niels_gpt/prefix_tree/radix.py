@@ -204,25 +204,22 @@ def pre_order(tree: Tree) -> Layout:
 def rows_of_samples(starts: Ints, lengths: Ints, parents: Ints, ends: Ints, offsets: Ints) -> Ints:
     """Return the flat row of every token of every sample, sample by sample: [sum of sample lengths].
 
-    starts, lengths, parents: [N], of the nodes of a layout. ends: [S], the last node of each sample. offsets: [S + 1].
+    starts, lengths, parents: [N], of the nodes of a layout, in pre-order. ends: [S], the last node of each sample.
+    offsets: [S + 1], where a sample begins in the result.
     """
-    nodes, places = ends, offsets[1:] - lengths[ends]
-    runs = [(places, nodes)]  # for each node of each sample: place in the result, and node
-    while True:  # from the samples' last nodes up to their roots
+    last = starts + lengths - 1
+    steps = starts - last[parents]  # from the row before a node on a path; a root's is set below
+    rows = np.ones(int(offsets[-1]), dtype=np.int64)  # steps from row to row: 1 but where a node begins
+    nodes, places = ends, offsets[1:]
+    while len(nodes):  # from the samples' last nodes up to their roots
+        places = places - lengths[nodes]
+        rows[places] = steps[nodes]
         nodes = parents[nodes]
         inner = nodes >= 0
-        nodes = nodes[inner]
-        if not len(nodes):
-            break
-        places = places[inner] - lengths[nodes]
-        runs.append((places, nodes))
-    place, node = (np.concatenate(column) for column in zip(*runs, strict=True))
-    order = place.argsort()
-    place, node = place[order], node[order]
-    start = starts[node]
-    rows = np.ones(int(offsets[-1]), dtype=np.int64)  # steps from row to row: 1 but where a node begins
-    rows[0] = start[0]
-    rows[place[1:]] = start[1:] - (start + lengths[node])[:-1] + 1
+        nodes, places = nodes[inner], places[inner]
+    (roots,) = (parents < 0).nonzero()
+    rows[offsets[:-1]] = starts[roots[roots.searchsorted(ends, side="right") - 1]]
+    rows[offsets[1:-1]] -= last[ends[:-1]]
     return rows.cumsum(out=rows)
 
 
