@@ -1,8 +1,8 @@
 """Sequences -> radix tree -> depth-first pre-order: decides where nodes are split, and the order of the rows.
 
-Integers only; `PrefixForest` makes tensors of them. The time is linear in the tokens: each is compared at most twice,
-as bytes, one comparison for a node on the path of a sequence; only nodes are sorted. No function recurses: a tree of
-chats is as deep as its longest thread has turns.
+Integers only; `PrefixForest` makes tensors of them. The time is linear in the tokens: runs of them are compared as
+bytes, and no sequence is compared twice with the same tokens. No function recurses: a tree of chats is as deep as its
+longest thread has turns.
 """
 
 from __future__ import annotations
