@@ -153,10 +153,26 @@ def tokenizer_for(settings: Settings, source: ResolvedSource, folder: Path) -> F
     return tokenizer
 
 
-@functools.lru_cache(maxsize=1)
-def opened(path: Path, _content: str, follow_links: bool = False) -> FullTokenizer:
-    """Open a tokenizer by its folder or file, once for all caches of a run. _content: content_sha256 of its files."""
-    return load_tokenizer(path, follow_links=follow_links)
+def opened(path: Path, content: str, follow_links: bool = False) -> FullTokenizer:
+    """Open a tokenizer by its folder or file, once for all caches of a run. content: content_sha256 of its files.
+
+    To parse a tokenizer.json takes longer than to build a small cache, so its copy in another place is not parsed.
+    """
+    known = _OPENED.get(content)
+    if isinstance(known, HuggingFaceTokenizer):
+        where = os.path.abspath(path / TOKENIZER_JSON if path.is_dir() else path)
+        copied = object.__new__(HuggingFaceTokenizer)  # copy.copy would open the file
+        copied.__dict__ = {**known.__dict__, "model_path": where, "follow_links": follow_links}
+        return copied if (known.model_path, known.follow_links) != (where, follow_links) else known
+    if known is None or os.path.abspath(path) not in (known.model_path, os.path.dirname(known.model_path)):
+        known = load_tokenizer(path, follow_links=follow_links)
+        _OPENED.clear()
+        _OPENED[content] = known
+    return known
+
+
+_OPENED: dict[str, FullTokenizer] = {}
+"""The tokenizer that was opened last, by its content."""
 
 
 def check_tokenizer(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer, where: Path) -> None:
@@ -301,12 +317,14 @@ def _make(
         folder = versions.versions_dir(path) / found.content[: versions.VERSION_DIGITS]
         if not from_scratch and (known := undamaged(folder)) is not None and known.get("hub") == about.get("hub"):
             return folder, known, True
+        tokenizer = found.opened()
     else:
         if not from_scratch and (earlier := trained_earlier(settings, path)) is not None:
             return *earlier, True
         only_user_sources = installed is None or installed.get("trained_on", "own") == "own"
         files, about = train(settings, user_sources_only and only_user_sources)
-    meta = _write(files, about, work)
+        tokenizer = None
+    meta = _write(files, about, work, tokenizer)
     version = versions.store(work, path, str(meta["content_sha256"]))
     if name is not None or installed is not None:
         return version, meta, False
@@ -448,11 +466,13 @@ def _checked(settings: Settings, name: str) -> FullTokenizer:
 # --- its folder -------------------------------------------------------------------------------------------------------
 
 
-def _write(files: Mapping[str, bytes], about: dict[str, Any], work: Path) -> dict[str, Any]:
-    """Write all files of a tokenizer. Returns its meta."""
+def _write(
+    files: Mapping[str, bytes], about: dict[str, Any], work: Path, tokenizer: FullTokenizer | None = None
+) -> dict[str, Any]:
+    """Write all files of a tokenizer. Returns its meta. tokenizer: opened with these files; None opens it."""
     for name, content in files.items():
         write_bytes(work / name, content)
-    tokenizer = load_tokenizer(work, follow_links=False)
+    tokenizer = tokenizer or load_tokenizer(work, follow_links=False)
     records, trip = records_of(files), roundtrip(tokenizer)
     eos = None if tokenizer.eos_id is None else {"id": tokenizer.eos_id, "token": tokenizer.token(tokenizer.eos_id)}
     meta = {

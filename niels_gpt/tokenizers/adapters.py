@@ -20,12 +20,12 @@ def checked_ids(ids: Any, vocab_size: int, where: str) -> list[int]:
     Raises: TokenizerError E409 for an id outside the vocabulary; ValueError for more than one dimension.
     """
     values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    if not isinstance(values, list) or any(isinstance(value, list) for value in values):
+    if not isinstance(values, list) or any(issubclass(kind, list) for kind in set(map(type, values))):
         raise ValueError(f"ids of shape {tuple(getattr(ids, 'shape', ()))}: expected one dimension")
-    wrong = next((value for value in values if not 0 <= value < vocab_size), None)
-    if wrong is not None:
+    if values and not 0 <= min(values) <= max(values) < vocab_size:
+        wrong = next(value for value in values if not 0 <= value < vocab_size)
         raise TokenizerError(f"id {wrong}: expected 0 <= id < vocab_size={vocab_size} of {where}", code="E409")
-    return [int(value) for value in values]
+    return list(map(int, values))
 
 
 def refuse_surrogates(texts: Sequence[str], error: Exception) -> None:
