@@ -132,6 +132,7 @@ BASES = {
     "TokenizerNotFound": (FileNotFoundError, "E401"),
     "TreeError": (ValueError, "E801"),
     "TreeTypeError": (TypeError, "E801"),
+    "UsageError": (ValueError, "E101"),
     "VocabularyError": (ValueError, "E707"),
     "WorkerDied": (RuntimeError, "E506"),
 }
