@@ -153,26 +153,10 @@ def tokenizer_for(settings: Settings, source: ResolvedSource, folder: Path) -> F
     return tokenizer
 
 
-def opened(path: Path, content: str, follow_links: bool = False) -> FullTokenizer:
-    """Open a tokenizer by its folder or file, once for all caches of a run. content: content_sha256 of its files.
-
-    To parse a tokenizer.json takes longer than to build a small cache, so its copy in another place is not parsed.
-    """
-    known = _OPENED.get(content)
-    if isinstance(known, HuggingFaceTokenizer):
-        where = os.path.abspath(path / TOKENIZER_JSON if path.is_dir() else path)
-        copied = object.__new__(HuggingFaceTokenizer)  # copy.copy would open the file
-        copied.__dict__ = {**known.__dict__, "model_path": where, "follow_links": follow_links}
-        return copied if (known.model_path, known.follow_links) != (where, follow_links) else known
-    if known is None or os.path.abspath(path) not in (known.model_path, os.path.dirname(known.model_path)):
-        known = load_tokenizer(path, follow_links=follow_links)
-        _OPENED.clear()
-        _OPENED[content] = known
-    return known
-
-
-_OPENED: dict[str, FullTokenizer] = {}
-"""The tokenizer that was opened last, by its content."""
+@functools.lru_cache(maxsize=1)
+def opened(path: Path, _content: str, follow_links: bool = False) -> FullTokenizer:
+    """Open a tokenizer by its folder or file, once for all caches of a run. _content: content_sha256 of its files."""
+    return load_tokenizer(path, follow_links=follow_links)
 
 
 def check_tokenizer(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer, where: Path) -> None:

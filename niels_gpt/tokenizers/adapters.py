@@ -20,12 +20,14 @@ def checked_ids(ids: Any, vocab_size: int, where: str) -> list[int]:
     Raises: TokenizerError E409 for an id outside the vocabulary; ValueError for more than one dimension.
     """
     values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    if not isinstance(values, list) or any(issubclass(kind, list) for kind in set(map(type, values))):
+    if isinstance(values, list) and {*map(type, values)} == {int} and min(values) >= 0 and max(values) < vocab_size:
+        return values if values is not ids else values.copy()  # without a step of Python for each id
+    if not isinstance(values, list) or any(isinstance(value, list) for value in values):
         raise ValueError(f"ids of shape {tuple(getattr(ids, 'shape', ()))}: expected one dimension")
-    if values and not 0 <= min(values) <= max(values) < vocab_size:
-        wrong = next(value for value in values if not 0 <= value < vocab_size)
+    wrong = next((value for value in values if not 0 <= value < vocab_size), None)
+    if wrong is not None:
         raise TokenizerError(f"id {wrong}: expected 0 <= id < vocab_size={vocab_size} of {where}", code="E409")
-    return list(map(int, values))
+    return [int(value) for value in values]
 
 
 def refuse_surrogates(texts: Sequence[str], error: Exception) -> None:
