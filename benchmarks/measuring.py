@@ -20,10 +20,6 @@ def measured(
     ways: Ways,
     rounds: int,
     after: Callable[[], object] = lambda: None,
-<<<<<<< HEAD
-    *,
-=======
->>>>>>> 549969cd265e970bf538955cf0f458993e974c2c
     clock: Callable[[], float] = time.perf_counter,
 ) -> Seconds:
     """Return the seconds of each way in each round, without the round that warms up. after: not counted."""
