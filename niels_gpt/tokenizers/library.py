@@ -16,7 +16,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
 from typing import Any, Final, NoReturn, Protocol
 
 import numpy as np
@@ -108,21 +107,27 @@ def is_fast() -> bool:
         return True
     if missing := [name for name in ("from_buffer", "encode_batch_fast") if not hasattr(Tokenizer, name)]:
         raise ImportError(
-            f"tokenizers {version('tokenizers')} is not supported: its Tokenizer has no {' and no '.join(missing)}. "
+            f"tokenizers {_release()} is not supported: its Tokenizer has no {' and no '.join(missing)}. "
             f"Install one that is: {CLASSIC}"
         )
     return False
 
 
+def _release() -> str:
+    from importlib.metadata import version  # not above: readers of caches import this module
+
+    return version("tokenizers")
+
+
 def needs_classic(what: str) -> ImportError:
     """Return the error of a step that 1.0 cannot do. what: begins the sentence, such as "training needs a trainer"."""
-    return ImportError(f"{what}, which tokenizers {version('tokenizers')} lacks. Install an earlier release: {CLASSIC}")
+    return ImportError(f"{what}, which tokenizers {_release()} lacks. Install an earlier release: {CLASSIC}")
 
 
 def needs_transformers(what: str) -> ImportError:
     """Return the error of a step where transformers cannot be imported. what: such as "running a target"."""
     if is_fast():
-        beside = f"tokenizers {version('tokenizers')}"
+        beside = f"tokenizers {_release()}"
         return ImportError(f"{what} needs transformers, which does not import beside {beside}. Install: {CLASSIC}")
     return ImportError(f"{what} needs transformers. Install the extra: pip install 'niels-gpt[eagle3]'")
 
@@ -205,7 +210,7 @@ class Fast:
 
     def __init__(self, raw: bytes, where: str, *, plain: bool) -> None:
         """Open the bytes, see `opened`."""
-        self.name = f"tokenizers {version('tokenizers')}"
+        self.name = f"tokenizers {_release()}"
         self._where, self._plain = where, plain
         try:
             content = _content(raw)
