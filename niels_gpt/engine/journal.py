@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from niels_gpt.cache.formats import BLOCK_BYTES, OFFSET_DTYPE, npy_header
+from niels_gpt.cache.formats import BLOCK_BYTES, OFFSET_DTYPE, crc32, npy_header
 from niels_gpt.engine.stream import Seek
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import COPY, OutputFile, rename, write_bytes
@@ -68,7 +68,7 @@ class BlockHashes:
         self._sha256.update(view)
         while len(view):
             part = view[: BLOCK_BYTES - self.num_bytes % BLOCK_BYTES]
-            self._crc = zlib.crc32(part, self._crc)
+            self._crc = crc32(part, self._crc)
             self.num_bytes += len(part)
             view = view[len(part) :]
             if self.num_bytes % BLOCK_BYTES == 0:
