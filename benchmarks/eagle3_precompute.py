@@ -2,12 +2,13 @@
 
 Section `precompute` of eagle3.py, for a random Llama of 8 layers and samples of 90 to 120 % of a length:
 
-    small    H=512, 8 layers, V=32,000, a draft vocabulary of 8,000
+    small    H=512, V=32,000, a draft vocabulary of 8,000
     tiny     H=128, as in a test of a pipeline: what a run does beside the target weighs most here
 
 A bare pass computes what the form stores: all logits for versions 1 and 2; for the native form one slot's logits, and
 those of the target rows, by the same lm_head. Beside it: what is computed for the cache, not written; and the run, from
-samples to meta.json, but without imports and loading. All of it is CPU time of this process and its threads.
+samples to meta.json, but without imports and loading. A run of one sample is what a run takes at least: plan, trial,
+weights, manifest, and this sample. All of it is CPU time of this process and its threads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from measuring import Ways, measured, ratio, spread
+from measuring import Ways, measured
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -42,7 +43,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 TARGETS = {"small": (512, 16, 128), "tiny": (128, 32, 128)}
 """Hidden size, samples, and length of a sample."""
-LIMIT = "bare forward passes"
+LIMIT, ONE = "bare forward passes", "a run of one sample"
 
 
 class Row(NamedTuple):
@@ -93,9 +94,10 @@ def bench_precompute(arguments: argparse.Namespace, folder: Path) -> None:
             rounds = 1 if arguments.quick else min(arguments.rounds, 5)
             seconds = measured(ways, rounds, after=remove, clock=time.process_time)
             print(f"precompute, {name}, {form}: {number} samples, {sum(len(row.input_ids) for row in rows):,} tokens")
-            for way, found in seconds.items():
-                times = f"{ratio(seconds, LIMIT, way):.2f} of the limit ({spread(seconds, way, LIMIT)} of its speed)"
-                print(f"  {way:<34} {statistics.median(found) * 1e3:9.1f} ms of CPU, {times}", flush=True)
+            without = [run - one for run, one in zip(seconds["the run"], seconds[ONE], strict=True)]
+            for way, found in {**seconds, f"the run, less {ONE}": without}.items():
+                share = statistics.median(a / b for a, b in zip(found, seconds[LIMIT], strict=True))
+                print(f"  {way:<36} {statistics.median(found) * 1e3:9.1f} ms, {share:.2f} of the limit", flush=True)
 
 
 def ways_of(model: Any, rows: list[Row], given: dict[str, Any], out: Path) -> Ways:
@@ -120,10 +122,11 @@ def ways_of(model: Any, rows: list[Row], given: dict[str, Any], out: Path) -> Wa
             for batch in batches:
                 forward(shard, batch)
 
-    def whole() -> None:
-        make_target_cache(out, rows, lambda _: model, **given)
+    def run(of: list[Row]) -> None:
+        make_target_cache(out, of, lambda _: model, **given)
 
-    return {LIMIT: bare, "and what is stored, computed": made, "the run": whole}
+    ways: Ways = {LIMIT: bare, "and what is stored, computed": made, "the run": partial(run, rows)}
+    return ways | {ONE: partial(run, rows[:1])}
 
 
 def inputs(plan: Any, samples: Samples) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
