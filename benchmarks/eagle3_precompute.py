@@ -7,8 +7,9 @@ Section `precompute` of eagle3.py, for a random Llama of 8 layers and samples of
 
 A bare pass computes what the form stores: all logits for versions 1 and 2; for the native form one slot's logits, and
 those of the target rows, by the same lm_head. Beside it: what is computed for the cache, not written; and the run, from
-samples to meta.json, but without imports and loading. A run of one sample is what a run takes at least: plan, trial,
-weights, manifest, and this sample. All of it is CPU time of this process and its threads.
+samples to meta.json, but without imports and loading. A run of one sample is the least that a run takes: plan, trial,
+weights, manifest, and this sample; without it, the rest is compared with the rest of the forward passes. All of it is
+CPU time of this process and its threads.
 """
 
 from __future__ import annotations
@@ -93,11 +94,15 @@ def bench_precompute(arguments: argparse.Namespace, folder: Path) -> None:
             remove = partial(shutil.rmtree, folder / "cache", ignore_errors=True)
             rounds = 1 if arguments.quick else min(arguments.rounds, 5)
             seconds = measured(ways, rounds, after=remove, clock=time.process_time)
-            print(f"precompute, {name}, {form}: {number} samples, {sum(len(row.input_ids) for row in rows):,} tokens")
-            without = [run - one for run, one in zip(seconds["the run"], seconds[ONE], strict=True)]
-            for way, found in {**seconds, f"the run, less {ONE}": without}.items():
+            tokens = [len(row.input_ids) for row in rows]
+            print(f"precompute, {name}, {form}: {number} samples, {sum(tokens):,} tokens")
+            for way, found in seconds.items():
                 share = statistics.median(a / b for a, b in zip(found, seconds[LIMIT], strict=True))
                 print(f"  {way:<36} {statistics.median(found) * 1e3:9.1f} ms, {share:.2f} of the limit", flush=True)
+            others = 1 - tokens[0] / sum(tokens)
+            each = zip(seconds["the run"], seconds[ONE], seconds[LIMIT], strict=True)
+            share = statistics.median((run - one) / (bare * others) for run, one, bare in each)
+            print(f"  the other samples of the run: {share:.2f} of their forward passes")
 
 
 def ways_of(model: Any, rows: list[Row], given: dict[str, Any], out: Path) -> Ways:
