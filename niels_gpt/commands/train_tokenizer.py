@@ -13,9 +13,8 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich_click import argument, option
 
-from niels_gpt.commands.console import Result, command, run, say
+from niels_gpt.commands.console import Result, argument, command, option, run, say
 from niels_gpt.data.files.rows import TABLE_SUFFIXES, iter_rows
 from niels_gpt.data.files.text import read_text
 from niels_gpt.data.files.walk import in_order

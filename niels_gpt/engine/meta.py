@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +67,8 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def is_of_this_version(identity: Mapping[str, Any]) -> bool:
     """Return whether this version of the program and of its library may resume a build with this identity."""
+    from importlib.metadata import version
+
     theirs = identity.get("versions")
     if not isinstance(theirs, dict):
         return True
@@ -109,6 +110,8 @@ def _special(tokenizer: Tokenizer) -> dict[str, list[int]]:
 
 
 def _library(tokenizer: Tokenizer) -> dict[str, str]:
+    from importlib.metadata import version
+
     name = "tokenizers" if getattr(tokenizer, "kind", "") == "huggingface" else "sentencepiece"
     return {name: version(name)}
 
