@@ -39,7 +39,8 @@ def check(a):
         yield from (dg.AssetCheckResult(passed=True, asset_key=s.asset_key, check_name=s.name) for s in specs[a])
     return checked
 executor = dg.multiprocess_executor.configured({"start_method": {"forkserver": {}}})
-defs = dg.Definitions(assets=map(asset, range(10)), asset_checks=map(check, range(10)), executor=executor)
+made, checked = [[*map(each, range(10))] for each in (asset, check)]
+defs = dg.Definitions(assets=made, asset_checks=checked, executor=executor)
 """
 IN_PROCESS = ["--config-json", '{"execution": {"config": {"in_process": true}}}']
 
