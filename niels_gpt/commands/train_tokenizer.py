@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @command(
     "train-tokenizer",
     "Train a tokenizer on files.\n\nFlags may be written with underscores too: --input_glob.",
-    errors=(OSError, ValueError),
+    errors=(OSError, ValueError, ImportError),
     unread=1,
     level=logging.WARNING,
     examples="niels-gpt train-tokenizer --input-glob 'texts/**/*.md' --input-glob 'more/*.jsonl' --out-dir DIR",

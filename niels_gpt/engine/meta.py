@@ -89,7 +89,7 @@ def build_identity(source: Source, tokenizer: Tokenizer | None, *, kind: str, **
             "format": FORMAT_VERSION,
             "builder": BUILDER_VERSIONS[kind],
             "digests": _DIGESTS,
-            **({} if tokenizer is None else _library(tokenizer)),
+            **({} if tokenizer is None else library_of(tokenizer)),
         },
         "source": {"name": source.name, "config": source.config, "streaming": source.streaming, **asked},
         "recipe": dict(source.recipe),
@@ -109,7 +109,8 @@ def _special(tokenizer: Tokenizer) -> dict[str, list[int]]:
     return {"control_ids": sorted(control_ids(tokenizer))} if is_json else {}
 
 
-def _library(tokenizer: Tokenizer) -> dict[str, str]:
+def library_of(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the name and release of the library that computes a tokenizer's ids."""
     from importlib.metadata import version
 
     name = "tokenizers" if getattr(tokenizer, "kind", "") == "huggingface" else "sentencepiece"

@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 
 from niels_gpt.storage.errors import CacheError, TokenizerError
 from niels_gpt.tokenizers.gigatoken import INSTALL, GigatokenEngine, UnusableError, is_bpe
+from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
+from niels_gpt.tokenizers.library import is_fast
 from niels_gpt.tokenizers.probes import probe_texts
 from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer
 
@@ -47,7 +49,7 @@ class Engine(Protocol):
     """Encodes texts. Threads may share an engine. It can be pickled, and used after a fork."""
 
     name: str
-    """gigatoken, tokenizers or sentencepiece; encode for a caller's own tokenizer."""
+    """gigatoken, tokenizers or sentencepiece; encode for a caller's own tokenizer. 1.0 of tokenizers has its number."""
 
     def encode(self, texts: Sequence[bytes], *, first: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the ids of all texts in order, integers [tokens], and the length of each text in ids, int64 [texts].
@@ -84,6 +86,8 @@ class ReferenceEngine:
         self._tokenizer = tokenizer
         self._batch = getattr(tokenizer, "encode_batch", None)
         self.name = _NAMES.get(getattr(tokenizer, "kind", ""), "encode")
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            self.name = tokenizer.library.name
         if self.name == "encode" and not _takes_threads(self._batch):  # a method of another meaning
             self._batch = None
 
@@ -257,7 +261,12 @@ def _opened(tokenizer: Tokenizer, choice: str, seed: int) -> Engine:
     if choice not in CHOICES:
         raise ValueError(f"engine={choice!r}: expected one of {', '.join(CHOICES)}")
     reference = ReferenceEngine(tokenizer)
-    if choice == "reference" or (choice == "auto" and reference.name == "encode"):
+    is_as_fast = False  # as gigatoken: tokenizers 1.0
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        is_as_fast = is_fast()
+        if tokenizer.library.note:
+            _say(tokenizer.library.note)
+    if choice == "reference" or (choice == "auto" and (reference.name == "encode" or is_as_fast)):
         return reference
     if reference.name == "encode":
         found = f"{type(tokenizer).__name__} is neither a tokenizer.json nor a SentencePiece model"

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.tokenizers.adapters import changed
 from niels_gpt.tokenizers.files import BYTE_ORDER_MARK, MAX_TOKENIZER_JSON_BYTES, read_file
-from niels_gpt.tokenizers.huggingface import is_of_library
+from niels_gpt.tokenizers.library import is_of_library
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 MAX_GROWTH: Final = 64 << 20
