@@ -2,6 +2,7 @@
 
 Run: make bench. Each command is a process of its own, with one thread of torch; the commands take turns, and the median
 of several rounds of each counts. The caches are the bundled sample's and up to date, but for `demo`, which builds them.
+dagster_commands.py has the commands of Dagster.
 """
 
 import importlib.util
@@ -21,12 +22,6 @@ UNIT = "import numpy"
 NIELS_GPT = ["-c", "import sys; from niels_gpt.commands import start; sys.exit(start())"]
 SAMPLE = ["--source-root", "sample", "--cache-dir", "eight"]
 SOURCES = ["fineweb_edu", "wikitext", "roam", "gutenberg", "dolly15k", "oasst1", "trees/oasst1"]
-MATERIALIZE = ["-m", "dagster", "asset", "materialize", "--select", "sft/*", "-m"]
-SPAWN = """
-import dagster as dg
-from pipelines.definitions import niels_definitions
-defs = dg.Definitions.merge(niels_definitions(), dg.Definitions(executor=dg.multiprocess_executor))
-"""
 OURS = {
     "--version": ["--version"],
     "--help": ["--help"],
@@ -37,12 +32,6 @@ OURS = {
     "build of nothing, 8 caches": ["build", *SOURCES, *SAMPLE],
     "demo": ["demo", "ten"],
 }
-DAGSTER = {
-    "import dagster": ["-c", "import dagster"],
-    "dagster definitions validate": ["-m", "dagster", "definitions", "validate"],
-    "dagster asset materialize --select sft/*": [*MATERIALIZE, "pipelines.definitions"],
-    "the same with spawn": [*MATERIALIZE, "with_spawn"],
-}
 
 
 def main() -> None:
@@ -51,13 +40,8 @@ def main() -> None:
     commands |= {f"niels-gpt {name}": [*NIELS_GPT, *words] for name, words in OURS.items()}
     if importlib.util.find_spec("transformers") is not None:
         commands["import the Llama of transformers"] = ["-c", "from transformers import LlamaForCausalLM"]
-    if importlib.util.find_spec("dagster") is not None:
-        commands |= DAGSTER
     found: dict[str, list[float]] = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("dagster.yaml", "workspace.yaml"):
-            Path(folder, name).write_bytes((ROOT / name).read_bytes())
-        Path(folder, "with_spawn.py").write_text(SPAWN)
         for number in range(ROUNDS + 1):  # the first round builds the caches and writes bytecode
             for name in random.Random(number).sample(list(commands), len(commands)):
                 shutil.rmtree(Path(folder, "ten"), ignore_errors=True)
@@ -73,10 +57,9 @@ def main() -> None:
 
 def cpu_seconds(folder: str, command: list[str]) -> float:
     """Run python with `command` in `folder`; returns its CPU time and its children's."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("DAGSTER_", "NIELS_GPT_"))}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NIELS_GPT_")}
     clean.pop("PYTHONDONTWRITEBYTECODE", None)
-    paths = f"{ROOT}{os.pathsep}{folder}"
-    environment = {**clean, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    environment = {**clean, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -20,7 +20,7 @@ BUILDER_VERSIONS = {"tokenizer": 3, "pretrain": 3, "sft": 5, "rollouts": 5}
 """Version of the builder of each kind: raised when the same input gives other bytes."""
 OF_ANOTHER_VERSION = "of another version of this program or of a library, which is not used"
 """The words of messages for an unfinished build that is not `is_of_this_version`."""
-_DIGESTS = 4  # raised when the digests, counts or files in a journal are made in another way
+_DIGESTS = 5  # raised when the digests, counts or files in a journal are made in another way
 
 
 @dataclass(frozen=True)

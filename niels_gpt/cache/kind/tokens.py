@@ -441,6 +441,15 @@ def _numbers(values: Any) -> Iterator[int]:
 # --- stats ------------------------------------------------------------------------------------------------------------
 
 
+def _compared(meta: Mapping[str, Any]) -> Rows:
+    """Return how much of a fast engine's work was compared; [] for a cache of an earlier release."""
+    compared = meta.get("compared")
+    pieces, rate = map(compared.get, ("pieces", "finds_one_in")) if isinstance(compared, Mapping) else (None, None)
+    if type(pieces) is not int or type(rate) is not int:
+        return []
+    return [("ids compared", f"{pieces:,} pieces, which find with 95 % a fault in one of {rate:,}")]
+
+
 def _rows(cache: Cache, unit: str) -> Rows:
     folder, meta, source, unknown = cache.folder, cache.meta, cache.meta["source"], "not stated"
     reason = refusal(folder)
@@ -458,7 +467,7 @@ def _rows(cache: Cache, unit: str) -> Rows:
     rows += of_partitions(meta)
     rows.append(("dropped", _dropped(meta, unit)))
     rows.append(("duplicates", _duplicates(meta)))
-    rows += [*of_loader(meta), *loss_table(meta).items()]
+    rows += [*of_loader(meta), *loss_table(meta).items(), *_compared(meta)]
     rows += warned_of(meta)
     if unit == "document" and meta["built"]:
         names = sentinel_names(folder, meta)
