@@ -14,7 +14,8 @@ UNMARKED := -m "not slow and not real_text and not browser and not faults"
 .PHONY: run dev test quick check docs pictures bench oldest
 
 run: $(VENV)/.installed  ## materialize every cache from the bundled sample through Dagster and print what was built
-	NIELS_GPT_SOURCE_ROOT=sample NIELS_GPT_CACHE_DIR=cache $(DAGSTER) asset materialize -m pipelines.definitions --select '*'
+	NIELS_GPT_SOURCE_ROOT=sample NIELS_GPT_CACHE_DIR=cache $(DAGSTER) asset materialize -m pipelines.definitions --select '*' \
+		--config-json '{"execution": {"config": {"in_process": true}}}'
 	$(BIN)/niels-gpt list cache/sample
 	test ! -e cache/sample/sft/oasst1 || $(BIN)/niels-gpt show cache/sample/sft/oasst1 --split val
 	test ! -e cache/sample/eagle3/targets || $(BIN)/niels-gpt eagle3 stats cache/sample/eagle3/targets

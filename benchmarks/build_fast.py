@@ -1,7 +1,11 @@
 """How fast a build with gigatoken is: from parquet and jsonl to the committed cache, as a share of gigatoken alone.
 
 Run: python benchmarks/build_fast.py --models FOLDER [--data MIRROR] [--times 1] [--rounds 5] [--quick]
+         [--only command reference recipe sentencepiece]
 
+    command   the whole command `niels-gpt build`, from the start of Python on, with one thread and two, in CPU seconds
+              beside the limit's on one thread and the peer's
+    reference CPU seconds of the reference over gigatoken's for the same text: the ratio behind ONE_COMPARED_OF
     limit     gigatoken on one list of all texts, str, with its own threads, each time with an empty cache of words
     ours      the recipe of a user-defined source: read, digests, shuffle, ids, index, fsync, journal, commit; with
               the comparison of a share of the documents with the reference, and without it
@@ -23,8 +27,11 @@ import logging
 import os
 import random
 import re
+import resource
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -47,6 +54,7 @@ from niels_gpt.tokenizers import engine
 from niels_gpt.tokenizers.gigatoken import model_of
 
 PEER_SHARE = 10  # the peer encodes one of so many documents
+SECTIONS = ("command", "reference", "recipe", "sentencepiece")
 AIMS = {"parquet": 0.45, "jsonl": 0.35, "peer": 40.0}
 
 
@@ -167,6 +175,61 @@ def bench_gpt2(arguments: argparse.Namespace, folder: Path, tokenizer: str) -> N
     peak(dataclasses.replace(base, pretrain=f"corpus={folder / 'parquet'}"))
 
 
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def whole_command(corpus: Path, tokenizer: str, threads: int, out: Path) -> None:
+    """Build from scratch by the command, in a process of its own."""
+    shutil.rmtree(out, ignore_errors=True)
+    call = "from niels_gpt.commands.main import main; main()"
+    source = f"corpus={corpus / 'parquet'}"
+    asked = ["build", "corpus", "--pretrain", source, "--tokenizer", tokenizer, "--cache-dir", str(out)]
+    command = [sys.executable, "-c", call, *asked, "--threads", str(threads), "--engine", "gigatoken"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def bench_command(arguments: argparse.Namespace, folder: Path, tokenizer: str) -> None:
+    """Compare the CPU seconds of the whole command with the limit's on one thread and with the peer's."""
+    texts, model = first_texts(folder), Path(tokenizer).read_bytes()
+    dataset, cells = peer_dataset(texts, folder / "of command"), folder / "command"
+    ways: Ways = {
+        "limit": lambda: gigatoken.Tokenizer.from_json(model).encode_batch(texts, parallel=False),
+        "one thread": partial(whole_command, folder, tokenizer, 1, cells),
+        "two threads": partial(whole_command, folder, tokenizer, 2, cells),
+        "peer": partial(nanogpt, dataset, tokenizer, folder / "train.bin"),
+    }
+    seconds = measured(ways, arguments.rounds, clock=cpu_seconds)
+    share = sum(map(len, texts[::PEER_SHARE])) / sum(map(len, texts))
+    print(f"the whole command: {len(texts):,} documents; CPU seconds")
+    for name, found in seconds.items():
+        of_limit = ratio(seconds, name, "limit") * (share if name == "peer" else arguments.times)
+        print(f"  {name:<24} {statistics.median(found):8.3f} s  {of_limit:6.3f} of the limit")
+        if name.endswith(("thread", "threads")):
+            judged(f"{name} / limit", of_limit, 0.35)
+            judged(f"{name} / peer", ratio(seconds, name, "peer") * arguments.times / share, AIMS["peer"])
+
+
+def bench_reference(arguments: argparse.Namespace, folder: Path, tokenizer: str) -> None:
+    """Compare the CPU seconds of both engines, for pieces and for whole texts."""
+    opened_once = load_tokenizer(Path(tokenizer), sentinels="optional")
+    texts = [text.encode() for text in first_texts(folder)]
+    cut = [text[: engine.PIECE_BYTES].decode(errors="ignore").encode() for text in texts[:400]]
+    some, whole = engine.GigatokenEngine(opened_once), texts[400:440]
+    reference = engine.ReferenceEngine(opened_once)
+    ways: Ways = {
+        "gigatoken": lambda: [some.encode(texts[at : at + 100]) for at in range(0, len(texts), 100)],
+        "pieces": partial(reference.encode, cut, first=0),
+        "whole texts": partial(reference.encode, whole, first=0),
+    }
+    seconds = measured(ways, arguments.rounds, clock=cpu_seconds)
+    for name, given in (("pieces", cut), ("whole texts", whole)):
+        times = sum(map(len, texts)) / sum(map(len, given)) / ratio(seconds, name, "gigatoken")
+        print(f"the reference, {name}: {times:.0f} times the CPU seconds of gigatoken")
+
+
 def peak(settings: Settings) -> None:
     """Print the peak memory of a build in a process of its own, and the CPU seconds of its comparison."""
     from concurrent.futures import ProcessPoolExecutor
@@ -234,6 +297,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=205, help="of text in a file of the corpus")
     parser.add_argument("--times", type=int, default=1, help="files of the corpus")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="sections; default: all")
     parser.add_argument("--quick", action="store_true", help="one round of little text: does it run at all?")
     arguments = parser.parse_args()
     if not arguments.models:
@@ -245,8 +309,15 @@ def main() -> None:
         folder = Path(name)
         write_corpus(folder, arguments.data, arguments.megabytes * 10**6, arguments.times)
         print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-        bench_gpt2(arguments, folder, str(Path(arguments.models) / "gpt2_tokenizer" / "tokenizer.json"))
-        bench_sentencepiece(arguments, folder, arguments.data)
+        gpt2 = str(Path(arguments.models) / "gpt2_tokenizer" / "tokenizer.json")
+        for name, bench, about in (
+            ("command", bench_command, gpt2),
+            ("reference", bench_reference, gpt2),
+            ("recipe", bench_gpt2, gpt2),
+            ("sentencepiece", bench_sentencepiece, arguments.data),
+        ):
+            if name in arguments.only:
+                bench(arguments, folder, about)
 
 
 if __name__ == "__main__":

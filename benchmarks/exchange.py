@@ -4,12 +4,14 @@ Run: python benchmarks/exchange.py [--shards 1000] [--rounds 2] [--models FOLDER
 
     exports by link   megatron, datatrove, olmo, beside `cp -al` (hard links) and `cp -a` of the same cache
     rewritten         modded-nanogpt, litdata, hf, beside `cp -a`
-    import by link    of the Megatron folder, beside the sha256 of the same bytes with hashlib on as many cores
+    import by link    of the Megatron folder, beside the sha256 of the same bytes with hashlib, in seconds of CPU: one
+                      import of few bytes and one of all, so that loading the tokenizer and its trial are seen apart
     pull              of file://, beside `cp -a`; of S3 on loopback (moto) some shards, beside `cp -a` of them
     disk              what the exports by link take more of it, by du
 
-A cache of shards of 1 MiB with documents of 1,024 tokens; each shard is a file by itself. Exports, imports and pulls
-wait for the disk, so what they are compared with does too: `sync -f` follows each cp. All ways are in each round, in
+A cache of shards of 1 MiB (--shard-mib) with documents of 1,024 tokens; each shard is a file by itself, and repeats the
+sample's text. Exports and pulls wait for the disk, so what they are compared with does too: `sync -f` follows each cp.
+All ways are in each round, in
 another order each time; a ratio is the median of the rounds' ratios. What was written is removed after each way, and
 that is not timed.
 --models: a folder with gpt2_tokenizer, or NIELS_GPT_TEST_MODELS; without it a tokenizer is trained.
@@ -28,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -47,10 +49,10 @@ from niels_gpt.settings import usable_cores
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer
 
-SHARD_BYTES, DOCUMENT_TOKENS = 1 << 20, 1_024
+DOCUMENT_TOKENS = 1_024
 LINKED = ("megatron", "datatrove", "olmo")
 REWRITTEN = tuple(name for name in ("modded-nanogpt", "litdata", "hf") if name in FORMATS)
-S3_SHARDS = 64
+S3_SHARDS = 64  # of 1 MiB
 
 
 def tokenizer_of(models: str | None, folder: Path) -> Path:
@@ -62,10 +64,10 @@ def tokenizer_of(models: str | None, folder: Path) -> Path:
     return folder / "spm.model"
 
 
-def made(root: Path, shards: int) -> Path:
-    """Make a cache, and return its folder."""
-    documents = shards * SHARD_BYTES // 2 // DOCUMENT_TOKENS
-    return scale_caches.make_cache(root, shards=shards, shard_bytes=SHARD_BYTES, documents=documents)
+def made(root: Path, shards: int, shard_bytes: int, ids: list[int]) -> Path:
+    """Make a cache that repeats the ids, and return its folder."""
+    documents = shards * shard_bytes // 2 // DOCUMENT_TOKENS
+    return scale_caches.make_cache(root, shards=shards, shard_bytes=shard_bytes, documents=documents, ids=ids)
 
 
 def copy(source: Path, target: Path, flags: str) -> None:
@@ -121,10 +123,12 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.folder, self.rounds, self.out = folder, int(arguments.rounds), folder / "out"
         self.tokenizer = tokenizer_of(arguments.models, folder)
-        scale_caches.VOCAB = load_tokenizer(self.tokenizer).vocab_size
+        opened = load_tokenizer(self.tokenizer)
+        scale_caches.VOCAB = opened.vocab_size
         scale_caches.MAX_LINKS = 1  # each shard a file of its own
-        self.cache = made(folder / "cache", arguments.shards)
-        self.version, self.small = self.cache.resolve(), made(folder / "small", S3_SHARDS).resolve()
+        ids = opened.encode("\n".join(sample.text for sample in iter_fineweb_edu(source_root="sample")))
+        self.cache = made(folder / "cache", arguments.shards, arguments.shard_mib << 20, ids)
+        self.version, self.small = self.cache.resolve(), made(folder / "small", S3_SHARDS, 1 << 20, ids).resolve()
         self.clear()
 
     def clear(self) -> None:
@@ -133,9 +137,9 @@ class Bench:
         self.out.mkdir()
         subprocess.run(["sync", "-f", str(self.out)], check=True)
 
-    def timed(self, ways: Ways) -> Seconds:
+    def timed(self, ways: Ways, clock: Callable[[], float] = time.perf_counter) -> Seconds:
         """Time ways, and print their seconds."""
-        seconds = measured(ways, self.rounds, self.clear)
+        seconds = measured(ways, self.rounds, self.clear, clock)
         for name, times in seconds.items():
             rounds = ", ".join(f"{each:.2f}" for each in times)
             print(f"  {name:<34} {statistics.median(times):7.2f} s  ({rounds})", flush=True)
@@ -166,16 +170,28 @@ class Bench:
         """An import by link beside its sha256."""
         from niels_gpt.recipes.exchange import imports
 
-        source = self.folder / "megatron"
-        export_cache(self.cache, "megatron", source)
-        (source / MANIFEST_NAME).unlink()  # it says that the cache has no tokenizer
+        sources = {"of few bytes": self.folder / "few", "of all": self.folder / "megatron"}
+        for name, cache in zip(sources, (self.small, self.cache), strict=True):
+            export_cache(cache, "megatron", sources[name])
+            (sources[name] / MANIFEST_NAME).unlink()  # it says that the cache has no tokenizer
 
-        def run() -> Any:
+        def run(source: Path) -> Any:
             to = {"format": "megatron", "cache_dir": self.out / "cache", "tokenizer": str(self.tokenizer)}
             return imports.import_cache(source, "linked", document_end="none", utf8_bytes=False, **to)
 
-        seconds = self.timed({"import megatron": run, "sha256": partial(hash_all, source)})
-        print(f"  import: {ratio(seconds, 'import megatron', 'sha256'):.3f} of the speed of sha256")
+        ways: Ways = {}
+        for name, source in sources.items():
+            ways |= {f"import {name}": partial(run, source), f"sha256 {name}": partial(hash_all, source)}
+        seconds = self.timed(ways, time.process_time)
+        print(f"  import: {ratio(seconds, 'import of all', 'sha256 of all'):.3f} of the speed of sha256")
+        whole, few = (
+            [seconds[f"{what} {name}"] for what in ("import", "sha256")] for name in ("of all", "of few bytes")
+        )
+        more = {
+            what: [a - b for a, b in zip(one, other, strict=True)]
+            for what, one, other in zip(("import", "sha256"), whole, few, strict=True)
+        }
+        print(f"  import: {ratio(more, 'import', 'sha256'):.3f} of it for the bytes that the larger one has more")
 
     def pulls(self) -> None:
         """Pulls beside cp."""
@@ -205,6 +221,7 @@ def main() -> None:
     parser.add_argument("--models", default=os.environ.get("NIELS_GPT_TEST_MODELS"), help="folder of tokenizers")
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
     parser.add_argument("--shards", type=int, default=1_000)
+    parser.add_argument("--shard-mib", type=int, default=1, help="MiB of a shard")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=("exports", "disk", "imports", "pulls"), help="some of the parts")
     parser.add_argument("--quick", action="store_true", help="one round of few shards: does it run at all?")
@@ -214,9 +231,8 @@ def main() -> None:
     logging.getLogger("niels_gpt").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         bench = Bench(arguments, Path(name))
-        print(
-            f"{arguments.shards} shards of 1 MiB; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True
-        )
+        size, load = f"{arguments.shards} shards of {arguments.shard_mib} MiB", os.getloadavg()[0]
+        print(f"{size}; load {load:.1f} on {os.cpu_count()} cores", flush=True)
         for part in arguments.only or ("exports", "disk", "imports", "pulls"):
             print(part)
             getattr(bench, part)()

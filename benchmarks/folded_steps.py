@@ -1,4 +1,4 @@
-"""One step of a small Llama on a group of rollouts, folded and unfolded: what prefix_tree.py and gpu.py time."""
+"""One step of a small Llama on a group of rollouts, folded and unfolded, for prefix_tree.py and tools/gpu_checks.py."""
 
 from __future__ import annotations
 

@@ -16,16 +16,21 @@ Seconds = dict[str, list[float]]
 PEER_SHARDS = 1_024
 
 
-def measured(ways: Ways, rounds: int, after: Callable[[], object] = lambda: None) -> Seconds:
+def measured(
+    ways: Ways,
+    rounds: int,
+    after: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Seconds:
     """Return the seconds of each way in each round, without the round that warms up. after: not counted."""
     seconds: Seconds = {name: [] for name in ways}
     order = random.Random(0)
     for number in range(rounds + 1):
         for name in order.sample(list(ways), len(ways)):
-            begin = time.perf_counter()
+            begin = clock()
             ways[name]()
             if number:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(clock() - begin)
             after()
     return seconds
 

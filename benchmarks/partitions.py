@@ -17,8 +17,8 @@ gpt2_tokenizer/tokenizer.json, or NIELS_GPT_TEST_MODELS; without it the tokenize
 temporary folder is made. In memory, as in /dev/shm, no process waits for a disk, which two machines do not share
 either.
 
---engine gigatoken: its comparison with the reference is left out, for the first thousand documents of each partition
-are few in a real one. --compare share: one document of a hundred, as behind the first thousand. --compare all: both.
+--engine gigatoken: its comparison with the reference is left out, for the first hundred texts of each partition
+are few in a real one. --compare share: one of 2,000 pieces, as behind the first hundred texts. --compare all: both.
 Text of fineweb-edu that does not repeat is 26 MB; with more, gigatoken meets words that it has seen.
 """
 

@@ -159,8 +159,9 @@ class TextEncoder:
 
         texts: valid UTF-8, or str, in which lone surrogates are replaced. first: number of the first in the stream.
         Raises: TextError E408 or E305 for a text that the tokenizer cannot encode; TokenizerError E409 for an id
-            outside the vocabulary.
+            outside the vocabulary; EngineDifference E410 for one that the reference does not give.
         """
+        assert self.engine is not None
         raw = [_utf8(text) for text in texts]
         clean, notes = _repaired(raw, texts, self.loses_u2581)
         problems = self._literals(clean)
@@ -173,6 +174,8 @@ class TextEncoder:
             raise _of_one_text(
                 error, lambda number: self._engine_ids([safe[number]], first), range(len(safe)), first
             ) from error
+        keys, digests = _hashes(raw, self.split_seed)
+        self.engine.compare(safe, digests, first=first)
         self._check_range(ids)
         if special := self._with_special(ids, lengths, clean):
             ends = np.cumsum(lengths)
@@ -186,7 +189,6 @@ class TextEncoder:
                 notes[number] = (*notes.get(number, ()), AS_TEXT)
             problems = {}
         ids, lengths = self._with_added(ids.astype(self.dtype, copy=False), lengths)
-        keys, digests = _hashes(raw, self.split_seed)
         return EncodedTexts(
             ids=ids,
             lengths=lengths,

@@ -23,16 +23,6 @@ OF_TOKENIZER = "tokenizer"
 """Value of chat_template: the template in the tokenizer's folder."""
 
 
-class UsageError(ValueError):
-    """A wrong setting or argument; a command exits with 2."""
-
-    code = "E101"
-
-    def __init__(self, *args: object, code: str = "") -> None:
-        super().__init__(*args)
-        self.code = code or self.code
-
-
 def _setting(
     default: Any, text: str, least: float | None = None, most: float | None = None, *, below: float | None = None
 ) -> Any:

@@ -12,7 +12,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -176,6 +175,8 @@ def _misspelt(meta: Meta, counts: Mapping[str, int]) -> int:
 
 
 def _is_like_a_missing_one(meta: Meta, counter: str) -> bool:
+    from difflib import get_close_matches
+
     name = counter.removeprefix(UNREAD)
     like = _SYNONYMS.get(name) or next(iter(get_close_matches(name, _ROLLOUT_FIELDS, n=1, cutoff=0.8)), "")
     known = {field.rstrip("s") for field in meta.get("fields", {})}

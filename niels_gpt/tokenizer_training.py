@@ -235,10 +235,12 @@ def _check_arguments(
 
 
 def _train_bpe(texts: TrainingTexts, vocab_size: int) -> bytes:
-    """Return the bytes of a tokenizer.json with the sentinels as ids 0 to 3."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    """Return the bytes of a tokenizer.json with the sentinels as ids 0 to 3. Raises: ImportError with 1.0."""
+    from niels_gpt.tokenizers.library import MAX_OPENED_IDS, is_fast, needs_classic  # not above: it imports numpy
 
-    from niels_gpt.tokenizers.huggingface import MAX_OPENED_IDS  # not above: it imports numpy
+    if is_fast():
+        raise needs_classic("training a byte-level BPE needs a trainer")
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if not _MIN_BPE_IDS <= vocab_size <= MAX_OPENED_IDS:
         expected = f"{_MIN_BPE_IDS} (four sentinels and 256 bytes) to {MAX_OPENED_IDS:,}"

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
@@ -76,6 +75,8 @@ def ended_at_once() -> Iterator[None]:
 @contextmanager
 def sigint_blocked() -> Iterator[None]:
     """Let processes and threads that start in the block never receive Ctrl-C: this process handles it."""
+    from multiprocessing import resource_tracker
+
     resource_tracker.ensure_running()  # or the first spawn does that, and unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

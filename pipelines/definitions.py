@@ -87,14 +87,37 @@ def niels_definitions(
     return dg.Definitions.merge(ours, automation_of(deployment))
 
 
-EXECUTOR = dg.multiprocess_executor.configured(
-    lambda config: {
-        **config,
-        "start_method": {"forkserver": {}},  # a step starts in a fraction of spawn's time: docs/decisions/0003
-        "tag_concurrency_limits": [{"key": BUILD_TAG, "value": "true", "limit": 1}],
-    },
+PRELOADED = (
+    "pipelines.definitions",
+    "dagster._core.storage.sqlite_storage",  # SQLAlchemy and alembic, whatever the storage is
+    "torch",
+    "matplotlib.backends.backend_agg",
+)
+"""What a run imports once, in the server that its steps are forked from: docs/decisions/0028. None of them may start a
+thread, as pyarrow does, or CUDA. One that is not installed is passed over."""
+
+
+def _processes(config: Mapping[str, Any]) -> dict[str, Any]:
+    if config["in_process"]:
+        return {"in_process": {}}
+    return {
+        "multiprocess": {
+            "max_concurrent": config["max_concurrent"],
+            "start_method": {"forkserver": {"preload_modules": [*PRELOADED]}},
+            "tag_concurrency_limits": [{"key": BUILD_TAG, "value": "true", "limit": 1}],
+        }
+    }
+
+
+EXECUTOR = dg.multi_or_in_process_executor.configured(
+    _processes,
     config_schema={
-        "max_concurrent": dg.Field(int, default_value=0, description="steps at a time, one process each; 0: one a core")
+        "in_process": dg.Field(
+            bool, default_value=False, description="all steps one after the other in the process of the run"
+        ),
+        "max_concurrent": dg.Field(
+            int, default_value=0, description="steps at a time, one process each; 0: one a core"
+        ),
     },
 )
 """A step is a process. Those that would only wait for their turn at a pretrain build are not started yet."""

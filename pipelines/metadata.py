@@ -58,8 +58,11 @@ _RESULTS = frozenset(
 """Keys of meta.json and manifest.json whose numbers change from one build to the next; the others are settings."""
 
 
-def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
-    """Return the materialization of an outcome. Its data version is the content: equal bytes make nothing stale."""
+def materialize_result(outcome: Outcome, drawn: Metadata | None = None) -> dg.MaterializeResult[None]:
+    """Return the materialization of an outcome. Its data version is the content: equal bytes make nothing stale.
+
+    drawn: the entry of the picture, where it was drawn before from the same content.
+    """
     kind = kind_named(outcome.meta["kind"])
     assert kind is not None, outcome.meta["kind"]
     cache = Cache(outcome.path, outcome.path.resolve(), outcome.meta, kind)
@@ -67,7 +70,7 @@ def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
     share: float | None = outcome.meta.get("supervised_share")
     if share is None and held.loss and held.total("token"):  # else every token has loss, or there is none
         share = held.loss / held.total("token")
-    picture, examples = _to_look_at(cache, outcome.key)
+    picture, examples = _to_look_at(cache, outcome.key, drawn or {})
     rows = {"dagster/row_count": dg.MetadataValue.int(held.total(kind.unit))} if kind.unit else {}
     things = [f"{split}_{unit}" for unit in ("groups", "samples", "examples", "tokens") for split in SPLITS]
     headline = {key: meta[key] for key in things if key in meta}
@@ -254,7 +257,7 @@ def _of_the_run(outcome: Outcome, share: float | None) -> Metadata:
     return found
 
 
-def _to_look_at(cache: Cache, key: str) -> tuple[Metadata, Metadata]:
+def _to_look_at(cache: Cache, key: str, drawn: Metadata) -> tuple[Metadata, Metadata]:
     """Return a picture, under 20 kB, and a short table of pieces as `show` prints them: both go to the event log.
 
     The part that carries loss stands in [[ ]]. A cache that cannot be read gets the reason instead, so that its checks
@@ -262,7 +265,7 @@ def _to_look_at(cache: Cache, key: str) -> tuple[Metadata, Metadata]:
     """
     kind, rows = cache.kind, list[dict[str, Any]]()
     try:
-        png = base64.b64encode(kind.plot(cache, key)).decode() if kind.has("plot") else None
+        png = base64.b64encode(kind.plot(cache, key)).decode() if kind.has("plot") and not drawn else None
         places = [] if cache.is_stub else kind.places(cache)
         tokenizer = tokenizer_for(cache, is_needed=kind.needs_tokenizer) if places else None
         how: dict[str, Any] = {"tokens": _SHOWN_TOKENS, "color": False}
@@ -271,5 +274,7 @@ def _to_look_at(cache: Cache, key: str) -> tuple[Metadata, Metadata]:
         ]
     except (ValueError, OSError, LookupError, TypeError) as error:
         return {"picture": dg.MetadataValue.text(f"the cache cannot be read: {error}")}, {}
-    picture: Metadata = {"picture": dg.MetadataValue.md(f"![{kind.unit}s](data:image/png;base64,{png})")} if png else {}
+    picture = drawn
+    if png:
+        picture = {"picture": dg.MetadataValue.md(f"![{kind.unit}s](data:image/png;base64,{png})")}
     return picture, {"examples": dg.MetadataValue.table([dg.TableRecord(row) for row in rows])} if rows else {}

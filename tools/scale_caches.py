@@ -10,7 +10,7 @@ import os
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,11 @@ NAME = Path("pretrain", "simulated")
 class LinkedShards:
     """Hard links of one content, which is written to the disk once for MAX_LINKS of them."""
 
-    def __init__(self, folder: Path, num_bytes: int, seed: int) -> None:
-        ids = np.random.default_rng(seed).integers(VOCAB, size=num_bytes // 2, dtype=np.uint16)
+    def __init__(self, folder: Path, num_bytes: int, seed: int, ids: Sequence[int] | None = None) -> None:
+        """ids: repeated until the shard is full; None: random ones."""
+        if ids is None:
+            ids = np.random.default_rng(seed).integers(VOCAB, size=num_bytes // 2, dtype=np.uint16)
+        ids = np.resize(np.asarray(ids, dtype=np.uint16), num_bytes // 2)
         self._content, self._folder, self._links = ids.tobytes(), folder, 0
         self.num_bytes = len(self._content)
         self._sha256 = ""
@@ -55,12 +58,14 @@ class LinkedShards:
         return {"name": name, "tokens": self.num_bytes // 2, "bytes": self.num_bytes, "sha256": self._sha256}
 
 
-def make_cache(root: Path, *, shards: int, shard_bytes: int, documents: int, version: int = 0) -> Path:
+def make_cache(
+    root: Path, *, shards: int, shard_bytes: int, documents: int, version: int = 0, ids: Sequence[int] | None = None
+) -> Path:
     """Make a pretrain cache below `root`, with one shard and one document in val; returns its public folder.
 
-    version: another number gives other tokens.
+    version: another number gives other tokens. ids: what each shard repeats, instead of random ids.
     """
-    linked = LinkedShards(root / f"real{version}", shard_bytes, version)
+    linked = LinkedShards(root / f"real{version}", shard_bytes, version, ids)
     path = make_files(root / NAME, linked, shards=shards, documents=documents)
     shutil.rmtree(root / f"real{version}")  # the links stay
     return path

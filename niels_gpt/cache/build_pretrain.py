@@ -146,7 +146,7 @@ def _encoder(tokenizer: Tokenizer, settings: dict[str, Any], rule: TextSplit, en
         append=None if end is None else end["id"],
         prepend=None if start is None else start["id"],
         split_seed=None if rule.share is None else rule.seed,
-        engine=open_engine(tokenizer, engine, seed=rule.seed),
+        engine=open_engine(tokenizer, engine),
     )
 
 

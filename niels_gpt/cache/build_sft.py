@@ -240,7 +240,7 @@ def build_sft(
     if not 0 <= val_frac < 1:
         raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
     source = source or Source()
-    encoder = TextEncoder(tokenizer, on_special=on_special, engine=open_engine(tokenizer, engine, seed=seed))
+    encoder = TextEncoder(tokenizer, on_special=on_special, engine=open_engine(tokenizer, engine))
     settings: dict[str, Any] = {"kind": "sft", "built": True, "val_frac": val_frac, "on_special": on_special}
     settings |= {"split_rule": SPLIT_RULE, **claim_of(partition, plan, SPLIT_RULE, IN_PARTITIONS)}
     rule = TextSplit(Fraction(val_frac), seed, moves=partition is None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import BLOCK_BYTES, num_blocks
+from niels_gpt.cache.formats import BLOCK_BYTES, crc32, num_blocks
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.meta_json import file_records, open_regular, path_inside, read_regular
 
@@ -150,7 +149,7 @@ class BlockSums:
         stored = self._stored([self._firsts[name] + number for number in numbers])
         for number, crc in zip(numbers, stored, strict=True):
             content = block(number)
-            if zlib.crc32(content) != crc:
+            if crc32(content) != crc:
                 self._refuse_wrong_sums()
                 start = number * BLOCK_BYTES
                 found = f"bytes {start} to {start + len(content)} do not match their checksum"

@@ -17,6 +17,11 @@ from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.meta_json import checked_count, checked_sha256, wrong_value
 from niels_gpt.tokenizers.protocol import NARROW, Ids, TokenDtype, integer, token_dtype_of
 
+try:  # of the extra `fast`: the same numbers, ten times as fast as a zlib without vector instructions
+    from isal.isal_zlib import crc32 as crc32
+except ImportError:
+    from zlib import crc32 as crc32
+
 SPLITS = ("train", "val")
 FORMAT_VERSION = 1
 PARTITIONED_VERSION = 2  # of a cache of several partitions, or imported, whose shards may be short anywhere

@@ -58,6 +58,7 @@ from niels_gpt.storage.meta_json import (
 )
 from niels_gpt.storage.versions import LOCK_NAME
 from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
+from niels_gpt.tokenizers.engine import compared_keys
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ _ZEROS: dict[str, Any] = {
     "docs": _OF_SPLITS,
     "utf8_bytes": _OF_SPLITS,
     "cut": {"documents": 0, "tokens": 0},
+    "compared": {"pieces": 0},
     "roundtrip": {"texts": 0, "differ": 0},
     "documents_read": 0,
     "unknown_ids": 0,
@@ -98,6 +100,8 @@ _ZEROS: dict[str, Any] = {
 """Counts that are summed."""
 _OPEN = ("dropped", "noticed", "counters")
 """Counts whose names differ between receipts; the others have the names in _ZEROS."""
+_LATER: dict[str, Any] = {"compared": {"pieces": 0}}
+"""Counts that receipts of earlier releases lack."""
 
 Meta = dict[str, Any]
 
@@ -146,7 +150,7 @@ def summed_up(
     accepted, of_each, meta = dict[str, Any](), list[Meta](), Meta()
     for folder, meta in units:
         take(folder, meta)
-        counts, counters = _added("", counts, meta), _added("counters", counters, meta["source"]["counters"])
+        counts, counters = _added("", counts, _LATER | meta), _added("counters", counters, meta["source"]["counters"])
         examples = {**meta.get("first_noticed", {}), **examples}
         accepted |= meta["source"].get("accepted_code", {})
         of_each.append(of_unit(meta))
@@ -181,6 +185,8 @@ def written(work: Path, plan: PartitionPlan, source: Source, sums: Sums, kind: s
         counts[name] = {key: number for key, number in sorted(few_names(counts[name]).items()) if number}
     if trip := counts.get("roundtrip"):
         counts["lossless"] = trip["differ"] == 0 if trip["texts"] else None
+    if compared := counts.get("compared"):
+        counts["compared"] = compared_keys(compared["pieces"])
     return write_description(
         work,
         vocabulary={},
@@ -247,7 +253,7 @@ def check_form(
 
     names: of all its files, in the order of `file_records`. optional: keys of `same` that may be absent.
     """
-    _added("", zeros, meta)
+    _added("", zeros, _LATER | meta)
     _added("counters", {}, meta["source"]["counters"])
     if [record["name"] for record in file_records(meta)] != list(names):
         raise CacheError(META_NAME, "it names other files than a partition has", code="E202")

@@ -37,6 +37,7 @@ from niels_gpt.signals import BLANK, IN_BOTH, REPEATED_ID, SHORTER_THAN_ID, Coun
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import SourceError
 from niels_gpt.storage.fileio import id_lines
+from niels_gpt.tokenizers.engine import compared_keys, num_compared
 from niels_gpt.tokenizers.protocol import Ids
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 Document = tuple[str | None, bytes | str, str]
 """Split (None: by its text), text (bytes: valid utf-8), and id of the document in its source."""
 _LONGEST_ID, _WORDS = 1_000, 4  # bytes of a text that may be shorter than an id; spaces of an id that may be a text
-_NOT_DROPS = {"documents_read", "cut_documents", "cut_tokens"}
+_NOT_DROPS = {"documents_read", "cut_documents", "cut_tokens", "pieces_compared"}
 FILES: dict[str, str | None] = {
     **{f"{split}.bin": split + "/shard_{:05d}.bin" for split in SPLITS},
     **{f"{split}_docs.bin": None for split in SPLITS},
@@ -192,8 +193,8 @@ class Shards:
         if self._tokens["train"] or self._may_be_empty:
             return
         loader = ", ".join(f"{name} {count}" for name, count in sorted(self._source.counters.items())) or "none"
-        counts = sorted(self._counts.items())
-        drops = ", ".join(f"{name} {count}" for name, count in counts if name != "documents_read") or "none"
+        counts = {key: self._counts[key] for key in sorted(self._counts) if key != "pieces_compared"}
+        drops = ", ".join(f"{name} {count}" for name, count in counts.items() if name != "documents_read") or "none"
         read = self._counts["documents_read"]
         raise NoTextError(
             f"{self._path}: no token for the train split: {read} documents read, {self._docs['val']} to val, "
@@ -247,6 +248,7 @@ class Shards:
             "dropped": {key: self._counts[key] for key in sorted(self._counts) if key not in _NOT_DROPS},
             "duplicates": duplicates,
             "cut": {"documents": self._counts["cut_documents"], "tokens": self._counts["cut_tokens"]},
+            "compared": compared_keys(self._counts["pieces_compared"]),
             **loss_keys(self._warnings),
         }
 
@@ -283,6 +285,8 @@ class Shards:
         kept.sort()
         self._note_odd(batch, encoded, kept)
         self._losses.look(batch.payload, encoded, kept, lengths)
+        pieces = num_compared(encoded.utf8_bytes[kept], encoded.digests[kept], batch.first + kept)
+        self._counts["pieces_compared"] += int(pieces.sum())
         for split, numbers in chosen.items():
             if len(numbers):
                 self._append(split, batch.items, encoded, numbers, lengths)
@@ -427,6 +431,8 @@ def warn_of_unmet_budgets(out_dir: str | os.PathLike[str], meta: Mapping[str, An
 
 def _is_blank(text: bytes | str) -> bool:
     """Return whether a text is only white space; for bytes, more characters than bytes.isspace knows."""
+    if text[:1].isalnum():  # nearly every text, and quickly
+        return False
     if isinstance(text, str) or text.isascii():
         return text.isspace()
     return text[:_LONGEST_ID].decode(errors="ignore").isspace() and text.decode(errors="replace").isspace()

@@ -41,6 +41,7 @@ from niels_gpt.tokenizers.files import (
     tokenizer_files,
 )
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
+from niels_gpt.tokenizers.library import needs_transformers
 from niels_gpt.tokenizers.protocol import FullTokenizer, ids_before
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -99,9 +100,7 @@ def _of_transformers(name: str, revision: str | None) -> Any:
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError as error:
-        raise ImportError(
-            f"{name}: its tokenizer needs transformers. Install the extra: pip install 'niels-gpt[eagle3]'"
-        ) from error
+        raise needs_transformers(f"{name}: its tokenizer") from error
     local = is_local(name)
     commit, is_cached = (None, True) if local else hub_tokenizer(name, revision)
     try:

@@ -6,7 +6,8 @@ have some, with exit codes 0, 1 and 2. The script niels-gpt runs `start`, which 
 main.py             niels-gpt: groups all commands
 console.py          runs every command: --json, --strict, help, exit codes, Ctrl-C, log lines, bars
 settings_flags.py   makes one option of each field of Settings, and decides which ones --help shows
-cache.py            build, snapshot, list, show, stats, locate, diff, verify, gc; python -m niels_gpt.cache.cli
+cache.py            build, build-all, snapshot; python -m niels_gpt.cache.cli
+look.py             list, show, stats, locate, diff, verify, gc: finished caches
 build.py            runs builds and snapshots: one cache after the other, each checked
 exchange.py         export, import, card for other tools' files; push, pull, stage for buckets and other disks
 partitions.py       seal, build --partition, build --dask

@@ -24,8 +24,7 @@ from niels_gpt.commands.console import (
     ExitCode,
     Result,
     escaped,
-    exit_code_of,
-    print_error,
+    print_failures,
     print_warning,
     progress_bar,
     say,
@@ -52,8 +51,9 @@ from niels_gpt.recipes.tokenizer import (
 )
 from niels_gpt.recipes.units import BUILT_WHOLE
 from niels_gpt.recipes.user_sources import names_in_lines, stated_credit
-from niels_gpt.settings import Settings, UsageError
+from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import code_of
+from niels_gpt.storage.errors import UsageError
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.work import Progress
 
@@ -206,14 +206,6 @@ def _look(settings: Settings, outcomes: Sequence[Outcome]) -> str:
     if not built:
         return ""
     return look_command(built[-1], cache_root(settings) / built[-1])
-
-
-def print_failures(failures: Mapping[str, Exception]) -> ExitCode:
-    """Print a line for each failed cache, and return the exit code."""
-    for key, failure in failures.items():
-        is_own = isinstance(getattr(failure, "code", None), str)  # its message needs no class name
-        print_error(failure, of=f"{key}: " if is_own else f"{key}: {type(failure).__name__}: ")
-    return max(map(exit_code_of, failures.values()), default=ExitCode.GOOD)
 
 
 def take(settings: Settings, source: str, dest: Path, tokens: int | None) -> Result:

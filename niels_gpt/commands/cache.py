@@ -1,43 +1,34 @@
-"""Build caches and look into them: the commands of python -m niels_gpt.cache.cli, and their flags.
+"""Build caches: build, build-all and snapshot, with their flags; python -m niels_gpt.cache.cli.
 
 build.py runs the builds. The functions import heavy modules themselves, so that --help answers at once.
 """
 
 from __future__ import annotations
 
-import os
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich_click import argument, option
 
 from niels_gpt.commands.console import (
     OF_FACES,
-    Command,
     ExitCode,
     Group,
     Result,
+    argument,
     command,
-    escaped,
-    is_color_wanted,
     number_of_tokens,
+    option,
     parsed,
-    print_error,
-    progress_bar,
     run,
-    say,
-    token_position,
 )
-from niels_gpt.commands.partitions import seal
+from niels_gpt.commands.main import PANELS
 from niels_gpt.commands.settings_flags import settings_of, settings_options, source_names
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.kinds.homes import OTHER_TOOLS, home_commands, home_keys
 from niels_gpt.recipes.snapshot import READS, SPLITS
 
-FOLDER = click.Path(path_type=Path)
 KEPT = ". What was finished is kept; the same command resumes the build in progress"
 
 
@@ -144,7 +135,7 @@ def build_all(dry_run: bool, refresh: bool, restart: bool, yes: bool, **given: A
     examples="niels-gpt snapshot fineweb_edu MIRROR --tokens 205M",
 )
 @argument("source", shell_complete=lambda *_: list(SPLITS), help=f"one of {', '.join(SPLITS)}")
-@argument("dest", type=FOLDER, help="folder of the mirror; one folder can hold several sources")
+@argument("dest", type=click.Path(path_type=Path), help="folder of the mirror; one folder can hold several sources")
 @option(
     "--tokens",
     type=parsed(number_of_tokens),
@@ -163,215 +154,16 @@ settings_options(build_all, with_eagle3=True)
 settings_options(snapshot, only=READS)
 
 
-# --- look inside ------------------------------------------------------------------------------------------------------
-
-_CACHE = argument("cache", type=FOLDER, help="folder of a cache, such as cache/sft/oasst1")
-_TOKENIZER = option("--tokenizer", metavar="MODEL", help="file or folder; default: the tokenizer beside the cache")
-_SPLIT = click.Choice(["train", "val"])
-_SHOWN = 200  # tokens
-
-
-def _most_tokens(default: int) -> Callable[..., Any]:
-    return option("--tokens", type=int, show_default=str(default), metavar="N", help="print at most N tokens")
-
-
-@command("list", "List the caches in a folder; damaged ones are marked.", examples="niels-gpt list cache/sample")
-@argument("cache_dir", type=FOLDER, default="cache", help="folder of the caches, such as cache or cache/sample")
-def list_caches(cache_dir: Path) -> Result:
-    """List the caches."""
-    from niels_gpt.commands.build import print_failures
-    from niels_gpt.commands.report import listed, outcomes_table
-    from niels_gpt.recipes.records import recorded_outcomes
-
-    try:
-        outcomes, damaged = recorded_outcomes(cache_dir)
-    except FileNotFoundError:
-        if not (cache_dir / "sample").is_dir():
-            raise
-        cache_dir = cache_dir / "sample"  # only the sample's caches are built
-        outcomes, damaged = recorded_outcomes(cache_dir)
-    rows = listed(cache_dir, outcomes, damaged)
-    refused = {row["key"]: row["refused"] for row in rows if row["refused"]}
-    say(outcomes_table(outcomes, damaged, refused, timed=False))
-    print_failures(damaged)
-    data = {"folder": str(cache_dir), "caches": rows}
-    if not damaged and not refused:
-        return Result(data)
-    return Result(data, ExitCode.DAMAGED, shlex.join(["niels-gpt", "verify", str(cache_dir)]))
-
-
-@command(
-    "stats",
-    "Print a cache's sizes, lengths, dropped texts, source and licence.",
-    examples="niels-gpt stats cache/sft/oasst1 --plot lengths.png",
-)
-@_CACHE
-@option("--plot", type=FOLDER, metavar="PNG", help="draw the lengths and the share with loss into this file")
-def stats(cache: Path, plot: Path | None) -> Result:
-    """Print the figures of a cache."""
-    from niels_gpt.kinds import look
-
-    with progress_bar("stats", "parts") as progress:
-        if plot is not None:
-            look.write_plot(cache, plot)
-        rows = look.stats(cache, progress)
-    say(rows)
-    code = ExitCode.DAMAGED if "refused" in dict(rows) else ExitCode.GOOD
-    return Result(lambda: look.stats_data(cache), code)
-
-
-@command(
-    "show",
-    "Print a piece of a cache as text: a chat with its loss mask, a group of rollouts, or tokens.",
-    examples="niels-gpt show cache/sft/oasst1 --split val --at 3",
-)
-@_CACHE
-@option("--split", type=_SPLIT, default="train", help="split to read")
-@option("--at", type=int, default=0, metavar="N", help="number of the example, group or, in text, first token")
-@option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", help="auto: on a terminal")
-@_most_tokens(_SHOWN)
-@_TOKENIZER
-def show(cache: Path, split: str, at: int, color: str, tokens: int | None, tokenizer: str | None) -> Result:
-    """Print a piece of a cache."""
-    from niels_gpt.kinds import look
-    from niels_gpt.kinds.folders import open_cache
-
-    is_colored = color == "always" or (color == "auto" and is_color_wanted())
-    opened = open_cache(cache)  # reports a wrong path before a missing tokenizer
-    model = look.tokenizer_for(opened, tokenizer, is_needed=opened.kind.needs_tokenizer)
-    most = opened.kind.shown if tokens is None else tokens
-    where: dict[str, Any] = {"split": split, "position": at}
-    say(lambda: look.show(cache, model, **where, num_tokens=most, color=is_colored), is_safe=True)
-    return Result(lambda: look.show_data(cache, model, **where, num_tokens=tokens))
-
-
-@command(
-    "diff",
-    "Compare the settings and documents of two caches.\n\nThe exit code is 1 if they differ.",
-    examples="niels-gpt diff cache/sft/oasst1 OTHER/sft/oasst1",
-)
-@argument("a", type=FOLDER, help="folder of a cache, or of one of its versions")
-@argument("b", type=FOLDER, help="folder of a cache, or of one of its versions")
-@option("--limit", type=int, default=10, metavar="N", help="name at most N documents for each kind of difference")
-def diff(a: Path, b: Path, limit: int) -> Result:
-    """Compare two caches."""
-    from niels_gpt.commands.report import difference_lines
-    from niels_gpt.kinds.diff import diff, is_equal
-    from niels_gpt.kinds.folders import open_cache
-    from niels_gpt.kinds.look import tokenizer_for
-
-    found = diff(a, b, tokenizers=[tokenizer_for(open_cache(cache)) for cache in (a, b)], limit=limit)
-    say(difference_lines(found))
-    return Result(found, ExitCode.GOOD if is_equal(found) else ExitCode.FAILED)
-
-
-@command(
-    "locate",
-    "Find the document of a token: its text around the token, and its source.",
-    examples="niels-gpt locate cache/pretrain/wikitext train 1_000_000",
-)
-@_CACHE
-@argument("split", type=_SPLIT, help="train or val")
-@argument("position", type=parsed(token_position), help="number of the token in the split, from 0, such as 1_000_000")
-@_most_tokens(_SHOWN)
-@_TOKENIZER
-def locate(cache: Path, split: str, position: int, tokens: int | None, tokenizer: str | None) -> Result:
-    """Print a document."""
-    from niels_gpt.kinds import look
-    from niels_gpt.kinds.folders import open_cache
-
-    model = look.tokenizer_for(open_cache(cache), tokenizer)
-    where: dict[str, Any] = {"split": split, "position": position}
-    most = _SHOWN if tokens is None else tokens
-    say(lambda: look.locate(cache, model, **where, num_tokens=most), is_safe=True)
-    return Result(lambda: look.locate_data(cache, model, **where, num_tokens=tokens))
-
-
-# --- care -------------------------------------------------------------------------------------------------------------
-
-
-@command(
-    "verify",
-    "Check caches for damage; names each damaged file and its bytes.",
-    examples="niels-gpt verify cache --deep",
-)
-@argument("path", type=FOLDER, nargs=-1, required=True, help="a cache, or a folder of caches")
-@option("--deep", is_flag=True, help="read all bytes: checks checksums, ids, offsets and loss masks")
-def verify(path: tuple[Path, ...], deep: bool) -> Result:
-    """Check caches."""
-    from niels_gpt.commands.report import damage_lines
-    from niels_gpt.kinds.folders import caches_of
-    from niels_gpt.kinds.verify import find_damage
-    from niels_gpt.recipes.records import TOKENIZER_KEY
-
-    caches, errors = caches_of(path)
-    for error in errors.values():  # the other caches are checked
-        print_error(error)
-    found = {name: [{"file": "", "offset": 0, "end": 0, "problem": str(error)}] for name, error in errors.items()}
-    damaged: list[Path] = []
-    for cache in caches:
-        with progress_bar(escaped(cache), unit="B", items="files") as progress:
-            damages = find_damage(cache, deep=deep, progress=progress)
-        found[str(cache)] = [damage._asdict() for damage in damages]
-        damaged += [cache] if damages else []
-        say(damage_lines(cache, damages))
-    if damaged:
-        first = next((cache for cache in damaged if cache.name == TOKENIZER_KEY), damaged[0])  # what builds need
-        return Result(found, ExitCode.DAMAGED, _remedy(first, found[str(first)][0]))
-    return Result(found, ExitCode.FAILED if errors else ExitCode.GOOD)
-
-
-def _remedy(cache: Path, first: dict[str, Any]) -> str:
-    """Return the command that rebuilds a damaged cache, or the partition with the first damage.
-
-    Returns "" for a copy and for a cache that another program wrote.
-    """
-    from niels_gpt.paths import FAMILIES
-    from niels_gpt.recipes.records import TOKENIZER_KEY
-    from niels_gpt.recipes.unit_plans import partition_at
-    from niels_gpt.storage.remedies import is_copy, rebuild_command, remake_command
-    from niels_gpt.storage.versions import versions_dir
-
-    if is_copy(cache):
-        return ""
-    if cache.name == TOKENIZER_KEY:
-        return remake_command(cache)
-    is_built = cache.is_symlink() or os.path.lexists(versions_dir(cache))  # else another program has written it
-    if not is_built or cache.parent.name not in FAMILIES:
-        return ""
-    return rebuild_command(cache, partition_at(cache, first["file"], first["offset"], first["end"]))
-
-
-@command("gc", "Remove old versions of caches and leftovers of killed builds.", examples="niels-gpt gc cache --dry-run")
-@argument("cache_dir", type=FOLDER, help="folder of the caches, such as cache")
-@option("--dry-run", is_flag=True, help="print what would be removed, and remove nothing")
-@option("--unsealed", is_flag=True, help="also remove unsealed partitions that are less than a week old")
-def gc(cache_dir: Path, dry_run: bool, unsealed: bool) -> Result:
-    """Remove files that no cache needs."""
-    from niels_gpt.kinds.folders import refuse_without_caches
-    from niels_gpt.recipes.gc import FAILED, collect
-
-    refuse_without_caches(cache_dir)
-    lines: list[str] = []
-    for line in collect(cache_dir, dry_run=dry_run, unsealed=unsealed):
-        say(line)
-        lines.append(line)
-    if not lines:
-        say("nothing to remove")
-    failed = any(line.startswith(FAILED) for line in lines)
-    again = (
-        shlex.join(["niels-gpt", "gc", str(cache_dir), *(["--unsealed"] if unsealed else [])])
-        if any(line.startswith("would remove") for line in lines)
-        else ""
-    )
-    return Result({"lines": lines}, ExitCode.FAILED if failed else ExitCode.GOOD, again)
-
-
-BUILDERS: list[Command] = [build, seal, snapshot]
-VIEWERS: list[Command] = [list_caches, show, stats, locate, diff]
-CARERS: list[Command] = [verify, gc]
+_IN_NIELS_GPT = {name: place for places in PANELS.values() for name, place in places.items()}
+_OF_FACE = ("build", "seal", "snapshot", "list", "show", "stats", "locate", "diff", "verify", "gc")
 FACE = Group(
     "cache.cli",
-    [build_all, *BUILDERS, *VIEWERS, *CARERS, *home_commands(OTHER_TOOLS)],
+    places={
+        "Commands": {
+            "build-all": "niels_gpt.commands.cache:build_all",
+            **{name: _IN_NIELS_GPT[name] for name in _OF_FACE},
+            **home_commands(OTHER_TOOLS),
+        }
+    },
     help="Build token caches and look into them.\n\nThe same commands as niels-gpt, which has more.",
 )

@@ -16,18 +16,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TextIO
+from types import MappingProxyType
+from typing import Any, TextIO, TypeVar
 
 import click
-from rich.text import Text
-from rich_click import RichCommand, RichCommandPanel, RichContext, RichGroup, RichHelpFormatter, RichOption
 
 from niels_gpt.display import bar
 from niels_gpt.display.tables import WIDTH, cut, folded, hints, width
-from niels_gpt.settings import UsageError
+from niels_gpt.kinds.homes import loaded
 from niels_gpt.storage.codes import CodedWarning, code_of
+from niels_gpt.storage.errors import UsageError
 from niels_gpt.storage.meta_json import printable
 from niels_gpt.work import Progress, interruptible, say_interrupted
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 ERRORS = (ValueError, OSError, ImportError)
 """Errors that a command reports as one line. CacheError is a ValueError, ConnectionError an OSError."""
@@ -78,32 +80,65 @@ def exit_code_of(error: BaseException) -> ExitCode:
 
 _HELP: dict[str, Any] = {
     "theme": "default-slim",
-    "width": WIDTH,
-    "max_width": WIDTH,
+    "show_arguments": True,
     "text_markup": None,
     "commands_before_options": True,
     "style_options_table_padding": (0, 1, 0, 0),
     "options_table_help_sections": ["help", "required", "default"],
     "default_string": "\\[{}]",
 }
-_SETTINGS: dict[str, Any] = {
-    "help_option_names": ["-h", "--help"],
-    "show_default": True,
-    "rich_help_config": _HELP,
-}
+_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "show_default": True}
 
 
-class _Help(RichCommand):
-    """Writes examples and a closing text at the end of the help.
+class Option(click.Option):
+    """An option. panel: of the help."""
+
+    def __init__(self, *args: Any, panel: str | None = None, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.panel = panel
+
+
+class Argument(click.Argument):
+    """An argument. panel: of the help."""
+
+    def __init__(self, *args: Any, panel: str | None = None, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.panel = panel
+
+
+def option(*names: str, **how: Any) -> Callable[[_Function], _Function]:
+    """Return a decorator that gives a command an `Option`. how: its arguments."""
+    return click.option(*names, cls=Option, **how)
+
+
+def argument(name: str, **how: Any) -> Callable[[_Function], _Function]:
+    """Return a decorator that gives a command an `Argument`. how: its arguments."""
+    return click.argument(name, cls=Argument, **how)
+
+
+class _Help(click.Command):
+    """Prints help in panels by rich_click, which is loaded only then, with examples and a closing text at the end.
 
     Each line of `examples` is a command, optionally followed by two or more spaces and its purpose.
     """
 
     examples = ""
     closing = ""
+    rows: Mapping[str, Sequence[str]] = {}
+    """Panel of the help -> names of a group's commands in it."""
 
-    def format_epilog(self, ctx: RichContext, formatter: RichHelpFormatter) -> None:  # type: ignore[override]
-        """Write the examples and the closing text."""
+    def get_help(self, ctx: click.Context) -> str:
+        """Return the help in lines that fit the terminal, without trailing spaces."""
+        from rich.text import Text
+        from rich_click import RichCommand, RichCommandPanel, RichHelpConfiguration, RichHelpFormatter
+
+        formatter = RichHelpFormatter(
+            width=min(width(), WIDTH), config=RichHelpConfiguration.load_from_globals(**_HELP)
+        )
+        self.panels = [RichCommandPanel(title, commands=list(names)) for title, names in self.rows.items()]
+        self.format_usage(ctx, formatter)
+        RichCommand.format_help_text(self, ctx, formatter)  # type: ignore[arg-type]  # it needs no more than `panels`
+        RichCommand.format_options(self, ctx, formatter)  # type: ignore[arg-type]
         if self.examples:
             parts = [line.partition("  ") for line in self.examples.split("\n")]
             shown = hints([(command, why.strip()) for command, _, why in parts], formatter.width)
@@ -111,11 +146,7 @@ class _Help(RichCommand):
             formatter.write(text, soft_wrap=True)  # a command is copied: it stays on one line
         if self.closing:
             formatter.write(Text(f"{self.closing}\n"))
-
-    def get_help(self, ctx: click.Context) -> str:
-        """Return the help in lines that fit the terminal, without trailing spaces."""
-        ctx.terminal_width = min(width(), WIDTH)
-        return "\n".join(line.rstrip() for line in super().get_help(ctx).rstrip().split("\n"))
+        return "\n".join(line.rstrip() for line in formatter.getvalue().rstrip().split("\n"))
 
 
 class Command(_Help):
@@ -135,12 +166,12 @@ class Command(_Help):
         examples: str = "",
         **how: Any,
     ) -> None:
-        super().__init__(*args, context_settings=_SETTINGS, **how)
+        super().__init__(*args, **{"context_settings": _SETTINGS, **how})
         self.examples = examples
         self._errors, self._kept, self._unread, self._level = errors, kept, unread, level
         self.params += [
-            RichOption(["--json"], is_flag=True, help="print one JSON object instead of text", panel="Options"),
-            RichOption(["--strict"], is_flag=True, help="exit with 1 if there was a warning", panel="Options"),
+            Option(["--json"], is_flag=True, help="print one JSON object instead of text", panel="Options"),
+            Option(["--strict"], is_flag=True, help="exit with 1 if there was a warning", panel="Options"),
         ]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -202,17 +233,38 @@ def _error_as_json(code: str | None, message: str) -> str:
     return as_json({"error": {"code": code, "message": message}})
 
 
-class Group(_Help, RichGroup):  # type: ignore[misc]  # as RichGroup itself
-    """A group of commands; each stands in one panel of the help."""
+class Group(_Help, click.Group):
+    """A group of commands.
+
+    commands: of the same module. places: of other modules, loaded when they are run or explained: panel of the help ->
+    name -> place, as module:name.
+    """
 
     def __init__(
-        self, name: str, commands: Sequence[click.Command], *, examples: str = "", closing: str = "", **how: Any
+        self,
+        name: str,
+        commands: Sequence[click.Command] = (),
+        places: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+        *,
+        examples: str = "",
+        closing: str = "",
+        **how: Any,
     ) -> None:
-        super().__init__(name=name, context_settings=_SETTINGS, **how)
+        super().__init__(name, {str(each.name): each for each in commands}, context_settings=_SETTINGS, **how)
         self.examples, self.closing = examples, closing
-        self.panels = self.panels or [RichCommandPanel("Commands", commands=[str(each.name) for each in commands])]
-        for command in commands:
-            self.add_command(command)
+        self.rows = {title: list(found) for title, found in places.items()} or {"Commands": list(self.commands)}
+        self._places = {name: place for found in places.values() for name, place in found.items()}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands. Loads none."""
+        return sorted({*self.commands, *self._places})
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Return a command, loaded now; None for an unknown name, after all were loaded: click suggests one."""
+        for each in [name] if name in self._places else self._places:
+            if each not in self.commands:
+                self.commands[each] = loaded(self._places[each])
+        return super().get_command(ctx, name)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments. Without any, print the help and exit with ExitCode.USAGE."""
@@ -376,6 +428,14 @@ def is_unread(more: str = "") -> bool:
 def print_error(error: BaseException, of: str = "") -> None:
     """Print `error[CODE]: ` and an error to stderr, control characters escaped. of: a prefix of its message."""
     tell(f"error[{code_of(error)}]: {escaped(cut(f'{of}{error}', end=_REMEDY))}")
+
+
+def print_failures(failures: Mapping[str, Exception]) -> ExitCode:
+    """Print a line for each failed cache, and return the exit code."""
+    for key, failure in failures.items():
+        is_own = isinstance(getattr(failure, "code", None), str)  # its message needs no class name
+        print_error(failure, of=f"{key}: " if is_own else f"{key}: {type(failure).__name__}: ")
+    return max(map(exit_code_of, failures.values()), default=ExitCode.GOOD)
 
 
 def print_warning(code: str, message: object, *, is_counted: bool = True) -> None:

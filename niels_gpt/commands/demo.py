@@ -10,9 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich_click import argument
 
-from niels_gpt.commands.console import ExitCode, Result, command, escaped, is_color_wanted, say, tell
+from niels_gpt.commands.console import (
+    ExitCode,
+    Result,
+    argument,
+    command,
+    escaped,
+    is_color_wanted,
+    print_failures,
+    say,
+    tell,
+)
 from niels_gpt.display.tables import hints
 from niels_gpt.settings import Settings
 
@@ -40,7 +49,7 @@ _TOKENS = 120  # of the example
 )
 def demo(folder: Path | None) -> Result:
     """Build the sample."""
-    from niels_gpt.commands.build import bar_of, build_each, built_rows, chosen_keys, print_failures
+    from niels_gpt.commands.build import bar_of, build_each, built_rows, chosen_keys
     from niels_gpt.commands.report import outcomes_table
     from niels_gpt.kinds.look import show, tokenizer_of
     from niels_gpt.recipes.records import cache_root

@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from textwrap import fill, wrap
 from typing import Any
 
 import click
-from rich_click import argument
 
 from niels_gpt import __version__
-from niels_gpt.commands.console import ExitCode, Result, command, say
+from niels_gpt.commands.console import ExitCode, Result, argument, command, say
 from niels_gpt.display.numbers import many, number_of, size_text
 from niels_gpt.display.tables import table, width
 from niels_gpt.settings import Settings
-from niels_gpt.storage.codes import codes, explained
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.codes import codes
+from niels_gpt.storage.errors import CacheError, UsageError
 from niels_gpt.storage.locks import lock_kind
 from niels_gpt.storage.locks.mounts import mount_of
 
@@ -252,6 +252,24 @@ def _of_versions(folder: Path, cache: Path) -> Iterator[Care]:
 def _codes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[click.shell_completion.CompletionItem]:
     found = [row for row in codes().values() if row.code.startswith(incomplete.upper())]
     return [click.shell_completion.CompletionItem(row.code, help=row.name) for row in found]
+
+
+def explained(code: str, columns: int = 100) -> str:
+    """Return the meaning, remedy and example of a code in lines of at most `columns` characters.
+
+    Raises: UsageError for an unknown code.
+    """
+    row = codes().get(code.upper())
+    if row is None:
+        subject = [known for known in codes() if known[:2] == code[:2].upper()]
+        raise UsageError(f"no code is called {code!r}, expected one of {', '.join(subject or codes())}")
+    kind = "error" if row.code.startswith("E") else "warning"
+    parts = [f"{row.code} {row.name}", row.meaning, f"What to do: {row.remedy}"]
+    parts = [fill(part, columns, break_long_words=False, break_on_hyphens=False) for part in parts]
+    if row.example:
+        shown = wrap(f"{kind}[{row.code}]: {row.example}", columns - 4, break_long_words=False, break_on_hyphens=False)
+        parts.append("\n".join(["For example:", "", *(f"    {line}" for line in shown)]))
+    return "\n\n".join(parts)
 
 
 @command("explain", "Explain the code of an error or a warning.", examples="niels-gpt explain E203")

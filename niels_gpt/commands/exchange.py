@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich_click import argument, option
 
-from niels_gpt.commands.console import Command, Result, command, escaped, progress_bar, say
+from niels_gpt.commands.console import Result, argument, command, escaped, option, progress_bar, say
 from niels_gpt.exchange.names import FORMAT_NAMES, read_line
 
 if TYPE_CHECKING:
@@ -186,6 +185,3 @@ def _fetched(done: Fetched) -> Result:
     say(str(done))
     data = {name: str(fact) if isinstance(fact, Path) else fact for name, fact in asdict(done).items()}
     return Result(data, next=shlex.join(["niels-gpt", "verify", str(done.path)]))
-
-
-COMMANDS: list[Command] = [export, import_, push, pull, stage, card]

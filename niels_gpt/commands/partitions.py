@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich_click import argument, option
-
-from niels_gpt.commands.console import Result, command, print_warning, progress_bar, say
+from niels_gpt.commands.console import Result, argument, command, option, print_warning, progress_bar, say
 from niels_gpt.commands.settings_flags import settings_of, settings_options, source_names
 from niels_gpt.display.numbers import many
-from niels_gpt.settings import Settings, UsageError
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import UsageError
 from niels_gpt.storage.remedies import build_command
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
-from rich_click import argument, option
 
-from niels_gpt.commands.console import Command, Group, Result, command, parsed, progress_bar, run, say
+from niels_gpt.commands.console import Command, Group, Result, argument, command, option, parsed, progress_bar, run, say
 from niels_gpt.display.numbers import many
 from niels_gpt.display.tables import folded, table
 from niels_gpt.prefix_tree import ATTENTIONS, MODEL_7B, ROWS
@@ -329,6 +328,4 @@ def _decoder(name: str, largest: int) -> Callable[[list[int]], str]:
 
 COMMANDS: list[Command] = [stats, show]
 FACE = Group("prefix_tree", COMMANDS, help="How much folding shared prefixes saves on recorded rollouts.")
-
-ROOT_COMMANDS = [Group("tree", COMMANDS, help="How much folding shared prefixes saves on recorded rollouts.")]
-"""The commands of this module in niels-gpt."""
+TREE = Group("tree", COMMANDS, help=str(FACE.help))

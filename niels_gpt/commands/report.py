@@ -12,25 +12,24 @@ from dataclasses import fields
 from pathlib import Path
 from string import hexdigits
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from niels_gpt.display.numbers import count_text, many, number_of, size_text
 from niels_gpt.display.tables import cut, folded, table
 from niels_gpt.engine.losses import loss_table
-from niels_gpt.kinds.diff import PARTS, is_equal
-from niels_gpt.kinds.files import Damage
 from niels_gpt.kinds.kind import Cache, Limits, kind_named
 from niels_gpt.kinds.verify import in_short, refusal, verify
-from niels_gpt.recipes.disk import free_bytes
-from niels_gpt.recipes.plan import Plan
-from niels_gpt.recipes.records import Outcome
-from niels_gpt.recipes.snapshot import ORDER_SETTINGS
-from niels_gpt.recipes.units import MadeUnit
-from niels_gpt.settings import Settings
 from niels_gpt.signals import below
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.meta_json import printable, shortened
 from niels_gpt.storage.remedies import PROGRAM
+
+if TYPE_CHECKING:
+    from niels_gpt.kinds.files import Damage
+    from niels_gpt.recipes.plan import Plan
+    from niels_gpt.recipes.records import Outcome
+    from niels_gpt.recipes.units import MadeUnit
+    from niels_gpt.settings import Settings
 
 _MOST_OF_SETTINGS = 20_000  # characters: 200 lines
 _ACTION = re.compile(r"(.*?)(?:: (.*)| \((.*)\))?", re.DOTALL)  # "cannot be built: no notes"; "build (one is there)"
@@ -200,6 +199,8 @@ def _template_table(meta: Mapping[str, Any]) -> dict[str, str]:
 
 def plan_table(plans: Sequence[Plan], cache_dir: str) -> str:
     """Return a table of the planned builds, then notes, the reasons against some, and the free disk space."""
+    from niels_gpt.recipes.disk import free_bytes
+
     rows, reasons = [("what", "would be", "at least", "from")], dict[str, list[str]]()
     for item in plans:
         action, why, detail = _ACTION.fullmatch(item.action).groups()  # type: ignore[union-attr]  # it matches any text
@@ -216,6 +217,8 @@ def snapshot_lines(
     settings: Settings, source: str, dest: Path, tokens: int | None, folder: Path, manifest: Mapping[str, Any]
 ) -> tuple[str, str]:
     """Return the contents of a snapshot, and the command that builds from it with the same settings."""
+    from niels_gpt.recipes.snapshot import ORDER_SETTINGS
+
     root = f"./{dest}" if str(dest) in ("hub", "sample") else str(dest)
     given: dict[str, Any] = {"source_root": root}
     for field in fields(settings):
@@ -272,6 +275,8 @@ def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:
 
 def difference_lines(found: Mapping[str, Any]) -> str:
     """Return the result of `kinds.diff.diff` as text."""
+    from niels_gpt.kinds.diff import PARTS, is_equal
+
     if is_equal(dict(found)):
         return "equal" + ("" if found["compared"] else f"; documents were not compared: {found['why_not_tokens']}")
     lines = []

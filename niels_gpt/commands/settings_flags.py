@@ -13,8 +13,8 @@ from typing import Any, get_type_hints
 
 import click
 from click.shell_completion import CompletionItem
-from rich_click import RichOption
 
+from niels_gpt.commands.console import Option
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.kinds.homes import home_keys
 from niels_gpt.recipes.eagle3.options import Options
@@ -81,7 +81,7 @@ def settings_options(
             "callback": callback,
             "panel": "Options",
         }
-        command.params.append(RichOption(["--help-all"], help=text, **flag))
+        command.params.append(Option(["--help-all"], help=text, **flag))
     return command
 
 
@@ -96,7 +96,7 @@ def _current_name(name: str) -> str:
     return "tokenizer" if name == "tokenizer-model" else name
 
 
-def _option(field: Any, kind: Any, panel: str | None, *, is_hidden: bool) -> RichOption:
+def _option(field: Any, kind: Any, panel: str | None, *, is_hidden: bool) -> Option:
     flag, text = "--" + field.name.replace("_", "-"), re.sub(r" \(PR-\d\d[^)]*\)", "", field.metadata["help"])
     how: dict[str, Any] = {
         "help": text,
@@ -118,7 +118,7 @@ def _option(field: Any, kind: Any, panel: str | None, *, is_hidden: bool) -> Ric
     else:
         how["type"] = kind if kind in (int, float) else str
         how["metavar"] = {int: "N", float: "X"}.get(kind, "TEXT")
-    return RichOption([flag], **how)
+    return Option([flag], **how)
 
 
 def _show_all(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich_click import argument, option
 
-from niels_gpt.commands.console import Result, command, run, say
+from niels_gpt.commands.console import Result, argument, command, option, run, say
 from niels_gpt.data.files.rows import TABLE_SUFFIXES, iter_rows
 from niels_gpt.data.files.text import read_text
 from niels_gpt.data.files.walk import in_order
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @command(
     "train-tokenizer",
     "Train a tokenizer on files.\n\nFlags may be written with underscores too: --input_glob.",
-    errors=(OSError, ValueError),
+    errors=(OSError, ValueError, ImportError),
     unread=1,
     level=logging.WARNING,
     examples="niels-gpt train-tokenizer --input-glob 'texts/**/*.md' --input-glob 'more/*.jsonl' --out-dir DIR",

@@ -6,7 +6,6 @@ command), which columns of a table give way (`table`), and how many characters o
 
 from __future__ import annotations
 
-import html
 import os
 import re
 import sys
@@ -156,12 +155,16 @@ def html_table(title: str, rows: Iterable[tuple[str, object]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return html.escape(printable(text))
+    from html import escape
+
+    return escape(printable(text))
 
 
 def escaped_html(text: str, style: str = "") -> str:
     """Return a text as HTML, control characters escaped. style: CSS for a span around it; "" for none."""
-    escaped = html.escape(shown(text))
+    from html import escape
+
+    escaped = escape(shown(text))
     return f'<span style="{style}">{escaped}</span>' if style else escaped
 
 

@@ -10,17 +10,19 @@ import os
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
-from niels_gpt.eagle3.shard_units import SHARDS
 from niels_gpt.kinds.files import Record
 from niels_gpt.kinds.kind import CHECK_RECORDS, CHECKED_RECORDS, Cache, Card, Held, Kind, Limits, Page, Rows, Sealed
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import PositionError
 from niels_gpt.work import Progress
+
+if TYPE_CHECKING:
+    from niels_gpt.engine.units import Looks
 
 _MANIFEST_NAME = "manifest.json"  # as eagle3.format.layout has it, which loads torch
 _PARTS_NAME = ".parts"  # as eagle3.partitions has it, which loads torch too
@@ -59,7 +61,6 @@ class Eagle3Kind(Kind):
     outside_checks: ClassVar[Mapping[str, str]] = {RECOMPUTED: "niels_gpt.recipes.eagle3.prepare:check_recomputed"}
     counted = "bytes"
     shown = 32
-    units = SHARDS
     why_not: ClassVar[Mapping[str, str]] = {
         "formats": "niels-gpt eagle3 export writes the files of speculators; versions 1 and 2 are nemo-automodel's own"
     }
@@ -92,6 +93,13 @@ class Eagle3Kind(Kind):
         checked=CHECKED_RECORDS,
     )
     least_share = 1 << 16
+
+    @property
+    def units(self) -> Looks[Any]:
+        """Its shards."""
+        from niels_gpt.eagle3.shard_units import SHARDS
+
+        return SHARDS
 
     def content_sha256(self, records: Sequence[Record]) -> str:
         """Return the sha256 over the digests of manifest, weights and receipts."""

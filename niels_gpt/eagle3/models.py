@@ -28,6 +28,7 @@ from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import NotFound, TargetError, errors_as
 from niels_gpt.storage.fileio import canonical_json, open_for_reading, sha256_file
 from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
+from niels_gpt.tokenizers.library import needs_transformers
 
 if TYPE_CHECKING:
     from niels_gpt.tokenizers.protocol import FullTokenizer
@@ -161,9 +162,7 @@ def _transformers() -> ModuleType:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(
-            f"running a target needs transformers ({error}). Install it: pip install 'niels-gpt[eagle3]'"
-        ) from error
+        raise needs_transformers("running a target") from error
     return transformers
 
 

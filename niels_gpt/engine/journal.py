@@ -22,12 +22,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from niels_gpt.cache.formats import BLOCK_BYTES, OFFSET_DTYPE, npy_header
-from niels_gpt.engine.stream import Seek
+from niels_gpt.cache.formats import BLOCK_BYTES, OFFSET_DTYPE, crc32, npy_header
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import COPY, OutputFile, rename, write_bytes
 from niels_gpt.storage.meta_json import (
@@ -40,6 +39,9 @@ from niels_gpt.storage.meta_json import (
     read_regular,
 )
 from niels_gpt.storage.versions import ATTEMPTS_NAME, BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, versions_dir
+
+if TYPE_CHECKING:  # verify hashes by this module
+    from niels_gpt.engine.stream import Seek
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class BlockHashes:
         self._sha256.update(view)
         while len(view):
             part = view[: BLOCK_BYTES - self.num_bytes % BLOCK_BYTES]
-            self._crc = zlib.crc32(part, self._crc)
+            self._crc = crc32(part, self._crc)
             self.num_bytes += len(part)
             view = view[len(part) :]
             if self.num_bytes % BLOCK_BYTES == 0:
@@ -429,6 +431,8 @@ def _parsed(line: bytes) -> Any:
 
 def _checkpoint(value: Any, path: Path, byte: int, remedy: str) -> Checkpoint:
     """Return the checkpoint of a line. Every field is checked: a good CRC-32 does not prove who wrote the line."""
+    from niels_gpt.engine.stream import Seek
+
     where = f"{path}, byte {byte}"
     try:
         files = {

@@ -9,16 +9,17 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.chat_template import roles_counted, roles_of
-from niels_gpt.encoding import EncodedTexts, TextEncoder
 from niels_gpt.signals import ODD_TEXTS, Counts, warn_of_signals
-from niels_gpt.tokenizers.probes import first_difference
 from niels_gpt.tokenizers.protocol import Ids
+
+if TYPE_CHECKING:  # what prints losses loads no tokenizer's library
+    from niels_gpt.encoding import EncodedTexts, TextEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class Losses:
         self._warnings[_TEXTS] += 1
         self._warnings[_BYTES] += len(text.encode())
         if decoded != text:
+            from niels_gpt.tokenizers.probes import first_difference
+
             self._warnings[_DIFFER] += 1
             self._changed = self._changed or first_difference(text, decoded)
 

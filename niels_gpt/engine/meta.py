@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ BUILDER_VERSIONS = {"tokenizer": 3, "pretrain": 3, "sft": 5, "rollouts": 5}
 """Version of the builder of each kind: raised when the same input gives other bytes."""
 OF_ANOTHER_VERSION = "of another version of this program or of a library, which is not used"
 """The words of messages for an unfinished build that is not `is_of_this_version`."""
-_DIGESTS = 4  # raised when the digests, counts or files in a journal are made in another way
+_DIGESTS = 5  # raised when the digests, counts or files in a journal are made in another way
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,8 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def is_of_this_version(identity: Mapping[str, Any]) -> bool:
     """Return whether this version of the program and of its library may resume a build with this identity."""
+    from importlib.metadata import version
+
     theirs = identity.get("versions")
     if not isinstance(theirs, dict):
         return True
@@ -88,7 +89,7 @@ def build_identity(source: Source, tokenizer: Tokenizer | None, *, kind: str, **
             "format": FORMAT_VERSION,
             "builder": BUILDER_VERSIONS[kind],
             "digests": _DIGESTS,
-            **({} if tokenizer is None else _library(tokenizer)),
+            **({} if tokenizer is None else library_of(tokenizer)),
         },
         "source": {"name": source.name, "config": source.config, "streaming": source.streaming, **asked},
         "recipe": dict(source.recipe),
@@ -108,7 +109,10 @@ def _special(tokenizer: Tokenizer) -> dict[str, list[int]]:
     return {"control_ids": sorted(control_ids(tokenizer))} if is_json else {}
 
 
-def _library(tokenizer: Tokenizer) -> dict[str, str]:
+def library_of(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the name and release of the library that computes a tokenizer's ids."""
+    from importlib.metadata import version
+
     name = "tokenizers" if getattr(tokenizer, "kind", "") == "huggingface" else "sentencepiece"
     return {name: version(name)}
 

@@ -157,10 +157,11 @@ class Shuffled:
         """size: items held at once; None, 0 and 1 keep the order. seed: for the torch.Generator."""
         if size is not None and size < 0:
             raise ValueError(f"shuffle_buffer={size}: expected 0 or more documents")
-        import torch
-
         self._size = size or 1
-        self._generator = torch.Generator().manual_seed(seed)
+        if self._size > 1:
+            import torch  # only here: its import takes longer than to build a small cache
+
+            self._generator = torch.Generator().manual_seed(seed)
 
     @property
     def in_order(self) -> bool:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,13 @@ from niels_gpt.kinds.kind import Kind
 from niels_gpt.settings import usable_cores
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import META_NAME, OutputFile, id_lines
+from niels_gpt.storage.fileio import META_NAME, OutputFile
 from niels_gpt.storage.meta_json import MAX_JSON_BYTES, open_regular
 from niels_gpt.tokenizers.document_tokens import DocumentToken
 from niels_gpt.tokenizers.protocol import token_dtype
 from niels_gpt.work import Progress
 
 _MOST_THREADS = 8
-_NAMES = 1 << 10  # documents whose names are made at once: each may have 64 KiB
 _COUNTED = 1 << 18  # ids that are counted at once: numpy makes them int64, which then fits a core's cache
 
 Ends = NDArray[np.int64]
@@ -86,7 +84,7 @@ class Assembled:
     cut: dict[str, bool]
     """Whether the last document of a split lacks that end."""
     id_counts: dict[str, NDArray[np.int64]]
-    """How often each id occurs, by split: int64 [vocab_size]."""
+    """How often each counted id occurs, by split: int64 [vocab_size]; 0 for other ids."""
     linked_bytes: int
     """Bytes of the token files that are hard links."""
 
@@ -101,19 +99,21 @@ def assemble(
     about: About,
     links: Modes | None,
     *,
+    counted: Sequence[int] | None = (),
     examine: Examine | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Write all files of a cache, meta.json last, into an empty folder. Returns the meta.
 
-    links: remembers the modes of linked files; None: link nothing.
+    links: remembers the modes of linked files; None: link nothing. counted: ids whose occurrences `examine` needs;
+        None: all. Counting all takes longer than the sha256.
     progress: called with files, bytes of tokens read, and bytes of tokens in all.
     Raises: CacheError E222 for an id outside the vocabulary, E221 for a file that its format describes otherwise, E206
         for more files than a meta.json can list; OSError.
     """
     for folder in ("index", *(() if about.kind.has_loss else SPLITS)):
         fileio.make_dir(work / folder)
-    taker = _Taker(work, about, links, sum(file.tokens for file in files), progress)
+    taker = _Taker(work, about, links, sum(file.tokens for file in files), counted, progress)
     borders = {split: _Borders(work, split, about) for split in SPLITS}
     shards: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     crcs: list[bytes] = []  # of all files in the order of `file_records`: readers find a file's blocks by counting
@@ -250,8 +250,17 @@ def _in_order(
 class _Taker:
     """Link or rewrite token files, in several threads."""
 
-    def __init__(self, work: Path, about: About, links: Modes | None, tokens: int, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        work: Path,
+        about: About,
+        links: Modes | None,
+        tokens: int,
+        counted: Sequence[int] | None,
+        progress: Progress | None,
+    ) -> None:
         self.work, self.about, self._links, self._progress = work, about, links, progress
+        self._counted = counted
         self.size = int(about.vocabulary["vocab_size"])
         self.dtype = token_dtype(self.size)
         self.id_counts = {split: np.zeros(self.size, dtype=np.int64) for split in SPLITS}
@@ -295,15 +304,14 @@ class _Taker:
         """Check the ids of a file and write them. Returns where its documents end."""
         ends = None if file.ends is None else _checked_ends(file, file.ends())
         end = None if self.about.end is None else self.about.end.id
-        counts, found = np.zeros(self.size, dtype=np.int64), [np.zeros(0, dtype=np.int64)]
+        counts, found = np.zeros(1, dtype=np.int64), [np.zeros(0, dtype=np.int64)]
         done, ended, is_ended = 0, 0, False
         for piece in pieces:
             if not len(piece):
                 continue
             ids = self._checked(file, piece, done)
             write(ids)
-            for at in range(0, len(ids), _COUNTED):
-                counts += np.bincount(ids[at : at + _COUNTED], minlength=self.size)
+            counts = counts + self._counts(ids)
             if ends is None and end is not None:
                 found.append((ids == end).nonzero()[0] + (done + 1))
             elif ends is not None and end is not None:
@@ -319,9 +327,18 @@ class _Taker:
             ended = len(ends)
             ends = ends if is_ended else np.append(ends, np.int64(done))
         with self._lock:
-            self.id_counts[file.split] += counts
+            self.id_counts[file.split][slice(None) if self._counted is None else [*self._counted]] += counts
         self._report(0, files=1)
         return _Part(file, ends, ended, is_ended)
+
+    def _counts(self, ids: NDArray[Any]) -> NDArray[np.int64]:
+        """Return how often each counted id occurs."""
+        if self._counted is not None:
+            return np.array([np.count_nonzero(ids == each) for each in self._counted], dtype=np.int64)
+        parts = range(0, len(ids), _COUNTED)
+        return sum(
+            (np.bincount(ids[at : at + _COUNTED], minlength=self.size) for at in parts), np.zeros(self.size, np.int64)
+        )
 
     def _checked(self, file: ForeignFile, piece: NDArray[Any], done: int) -> NDArray[Any]:
         """Return ids in the dtype of the cache. Raises: CacheError E222 for one outside the vocabulary."""
@@ -367,20 +384,11 @@ class _Borders:
         if joins and not self.tokens:
             raise CacheError(part.file.name, "begins inside a document, and no file is before it", code="E221")
         self._starts.write((np.append(0, part.ends[:-1])[int(joins) :] + self.tokens).astype(OFFSET_DTYPE))
-        self._name(part, int(joins))
+        for lines in part.file.name_lines(len(part.ends), int(joins)):
+            self._names.write(lines)
         self.docs += len(part.ends) - joins
         self.ended += part.ended - (joins and self.is_ended)  # the id that ends the file before ended no document
         self.tokens, self.is_ended = self.tokens + part.file.tokens, part.is_ended
-
-    def _name(self, part: _Part, first: int) -> None:
-        count, file = len(part.ends), part.file
-        names = file.names(count)
-        written = 0
-        while some := list(islice(names, _NAMES)):
-            self._names.write(id_lines(some[first:] if not written else some))
-            written += len(some)
-        if written != count:
-            raise CacheError(file.name, f"names of {written:,} documents", f"{count:,}", code="E221")
 
     def write_index(self, crcs: list[bytes]) -> dict[str, Any]:
         """Write the file of starts. Returns its record."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.exchange.output import MANIFEST_NAME, MANIFEST_VERSION
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import id_lines
 from niels_gpt.storage.meta_json import (
     checked_count,
     checked_name,
@@ -38,8 +40,9 @@ from niels_gpt.tokenizers.protocol import check_vocab_size, integer
 MAX_FILES = 1_000_000
 """Most files of a folder that an import looks at."""
 _MAX_DEPTH = 100
-PIECE_BYTES = 1 << 23
-"""Bytes of a token file read at once."""
+_NAMES = 1 << 10  # documents whose names are made at once: each may have 64 KiB
+PIECE_BYTES = 1 << 18
+"""Bytes of a token file read at once: all checks and hashes then find them in a core's cache."""
 _VAL_WORDS = frozenset({"val", "valid", "validation", "dev", "eval"})
 _TEST_WORDS = frozenset({"test"})
 
@@ -70,9 +73,23 @@ class ForeignFile:
     continues: bool = False
     """Whether its first document begins in the file before, by the manifest of an export."""
 
-    def names(self, documents: int) -> Iterator[str]:
-        """Yield the names of its n documents."""
-        return self.ids() if self.ids is not None else (f"{self.name}#{at}" for at in range(documents))
+    def name_lines(self, documents: int, first: int) -> Iterator[bytes]:
+        """Yield the lines of a file of names for its n documents, from number `first` on.
+
+        Raises: CacheError E221 if the format has names for more or fewer documents.
+        """
+        if self.ids is None:
+            prefix = id_lines([f"{self.name}#"]).decode().removesuffix("\n")
+            for at in range(first, documents, _NAMES):
+                numbers = map(str, range(at, min(at + _NAMES, documents)))
+                yield (prefix + f"\n{prefix}".join(numbers) + "\n").encode()
+            return
+        names, written = self.ids(), 0
+        while some := list(islice(names, _NAMES)):
+            yield id_lines(some[first:] if not written else some)
+            written += len(some)
+        if written != documents:
+            raise CacheError(self.name, f"names of {written:,} documents", f"{documents:,}", code="E221")
 
 
 @dataclass(frozen=True)
@@ -178,15 +195,15 @@ def read_pieces(path: Path, dtype: np.dtype[Any], *, offset: int = 0, count: int
             raise CacheError(path, f"{size:,} bytes", f"at least {offset + left:,}", code="E203")
         file.seek(offset)
         while left:
-            buffer = bytearray(min(left, PIECE_BYTES // dtype.itemsize * dtype.itemsize))
-            view = memoryview(buffer)
+            piece = np.empty(min(left, PIECE_BYTES) // dtype.itemsize, dtype=dtype)
+            view = piece.data.cast("B")
             while view:
                 got = file.readinto(view)
                 if not got:
                     raise CacheError(path, "ends while it is read", f"{size:,} bytes", code="E203")
                 view = view[got:]
-            left -= len(buffer)
-            yield np.frombuffer(buffer, dtype=dtype)
+            left -= piece.nbytes
+            yield piece
 
 
 def size_of(path: Path) -> int:

@@ -118,7 +118,9 @@ def import_folder(
 
     with Modes().restored_on_failure() as modes, versions.building(path) as work:
         links = None if options.copy else modes
-        meta = assemble(work, folder.files, about, links, examine=examine, progress=progress)
+        unknown = () if tokenizer.unk_id is None else (tokenizer.unk_id,)
+        counted = None if options.utf8_bytes and not kind.has_loss else unknown
+        meta = assemble(work, folder.files, about, links, counted=counted, examine=examine, progress=progress)
         before_commit()
         versions.commit(work, path, str(meta["content_sha256"]))
     return Imported(path, meta, len(folder.files), sum(linked))

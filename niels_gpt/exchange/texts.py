@@ -66,7 +66,9 @@ class Texts:
         """
         differ = changed = total = 0
         for ids, is_cut in self._samples:
-            count = min(self._changed(ids, is_cut), self._changed(ids[~self._control[ids]], is_cut))
+            count, control = self._changed(ids, is_cut), self._control[ids]
+            if count and control.any():
+                count = min(count, self._changed(ids[~control], is_cut))
             differ, changed, total = differ + (count > 0), changed + count, total + len(ids)
         if changed > _MOST_CHANGED * total:
             logger.warning(

@@ -12,18 +12,20 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.checksums import CRC_DTYPE, stored_checksums
 from niels_gpt.cache.formats import BLOCK_BYTES, npy_header
-from niels_gpt.engine.journal import BlockHashes
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, walked
 from niels_gpt.storage.meta_json import file_records, open_regular, path_inside
 from niels_gpt.work import Progress
+
+if TYPE_CHECKING:
+    from niels_gpt.engine.journal import BlockHashes
 
 HEADER_BYTES = len(npy_header(0))
 _READ_BYTES = 1 << 22
@@ -176,6 +178,8 @@ class FileChecks:
 
         Removes a file that cannot be read to its end from `readable`.
         """
+        from niels_gpt.engine.journal import BlockHashes
+
         self._files_read += 1
         self._total_bytes = self._total_bytes or sum(other["bytes"] for other in self.readable.values())
         hashes = BlockHashes()

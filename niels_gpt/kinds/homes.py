@@ -7,7 +7,7 @@ if the home is not installed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ class Home(NamedTuple):
     package: str
     panel: str
     """Panel of niels-gpt --help for its commands."""
-    commands: str
-    """Place of a list of commands."""
+    commands: Mapping[str, str]
+    """Name of a command of niels-gpt -> its place."""
     keys: tuple[str, ...] = ()
     """Keys of its built-in caches, in build order."""
     recipes: str = ""
@@ -35,13 +35,13 @@ HOMES = (
     Home(
         "niels_gpt.prefix_tree",
         MORE_CACHES,
-        "niels_gpt.commands.prefix_tree:ROOT_COMMANDS",
+        {"tree": "niels_gpt.commands.prefix_tree:TREE"},
         ("trees/oasst1",),
     ),
     Home(
         "niels_gpt.eagle3",
         MORE_CACHES,
-        "niels_gpt.commands.eagle3.tools:ROOT_COMMANDS",
+        {"eagle3": "niels_gpt.commands.eagle3.tools:EAGLE3"},
         ("eagle3/draft_vocab", "eagle3/targets"),
         "niels_gpt.recipes.eagle3.assets:EAGLE3_RECIPES",
         "pipelines.eagle3:assets_of",
@@ -49,7 +49,11 @@ HOMES = (
     Home(
         "niels_gpt.exchange",
         OTHER_TOOLS,
-        "niels_gpt.commands.exchange:COMMANDS",
+        {
+            "export": "niels_gpt.commands.exchange:export",
+            "import": "niels_gpt.commands.exchange:import_",
+            **{name: f"niels_gpt.commands.exchange:{name}" for name in ("push", "pull", "stage", "card")},
+        },
         assets="pipelines.exchange.outputs:assets_of",
     ),
 )
@@ -85,9 +89,9 @@ def home_keys() -> list[str]:
     return [key for home in homes() for key in home.keys]
 
 
-def home_commands(panel: str) -> list[Any]:
-    """Return the commands of all homes in a panel."""
-    return [command for home in homes() if home.panel == panel for command in loaded(home.commands)]
+def home_commands(panel: str) -> dict[str, str]:
+    """Return the name and place of each command of all homes in a panel."""
+    return {name: place for home in homes() if home.panel == panel for name, place in home.commands.items()}
 
 
 def home_recipes() -> list[Any]:

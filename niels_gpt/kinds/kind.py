@@ -18,14 +18,12 @@ import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from niels_gpt.cache.formats import check_partitions
 from niels_gpt.cache.meta import check_listed, read_meta
-from niels_gpt.engine.units import Looks
 from niels_gpt.kinds.files import Damage, FileChecks, Record
 from niels_gpt.kinds.homes import loaded
 from niels_gpt.storage.checks import Check, Figures, Verdict
@@ -44,8 +42,11 @@ from niels_gpt.storage.meta_json import (
     shortened,
 )
 from niels_gpt.storage.remedies import PROGRAM
-from niels_gpt.tokenizers.protocol import FullTokenizer
 from niels_gpt.work import Progress
+
+if TYPE_CHECKING:  # the engine is loaded by what looks at units
+    from niels_gpt.engine.units import Looks
+    from niels_gpt.tokenizers.protocol import FullTokenizer
 
 OURS = {
     "tokenizer": "niels_gpt.tokenizers.kind:TOKENIZER",
@@ -171,8 +172,6 @@ class Kind:
     """Named checks with their rules, blocking ones first; checks without a rule are made by `verdicts`."""
     outside_checks: ClassVar[Mapping[str, str]] = {}
     """Checks that need more than the cache: name -> place (module:name) of a function of the settings."""
-    units: ClassVar[Looks[Any] | None] = None
-    """How to examine partitions of its caches, and join them if each is a cache; None: built whole."""
     built_whole: ClassVar[tuple[str, ...]] = ()
     """Entries of `keys` whose caches are built whole all the same."""
     builds_alone = False
@@ -201,6 +200,11 @@ class Kind:
     card: Card | None = None
     least_share = LEAST_SHARE
     """Least share of a file that must be on the disk: see `refuse_holes`."""
+
+    @property
+    def units(self) -> Looks[Any] | None:
+        """How to examine partitions of its caches, and join them if each is a cache; None: built whole."""
+        return None
 
     # --- is it one, and is it good ---
 
@@ -372,16 +376,16 @@ class Kind:
 
 
 @functools.cache
-def _places() -> dict[str, Callable[[], Any]]:
-    """Return the loader of each kind, by name."""
-    found: dict[str, Callable[[], Any]] = {point.name: point.load for point in entry_points(group=GROUP)}
-    ours = {name: functools.partial(loaded, place) for name, place in OURS.items()}
-    return ours | found | ours  # ours first, and not replaced
+def _of_others() -> dict[str, Callable[[], Any]]:
+    """Return the loader of each kind of other packages, by name. The names of ours are not replaced."""
+    from importlib.metadata import entry_points  # takes longer than all of our kinds
+
+    return {point.name: point.load for point in entry_points(group=GROUP) if point.name not in OURS}
 
 
 def kind_names() -> list[str]:
-    """Return the names of all kinds. Loads none."""
-    return list(_places())
+    """Return the names of all kinds, ours first. Loads none."""
+    return [*OURS, *_of_others()]
 
 
 def kind_named(name: object) -> Kind | None:
@@ -389,11 +393,10 @@ def kind_named(name: object) -> Kind | None:
 
     Raises: TypeError if an entry point gives anything but a Kind of this name.
     """
-    load = _places().get(name) if isinstance(name, str) else None
-    if load is None:
+    if not isinstance(name, str) or not (name in OURS or name in _of_others()):
         return None
     try:
-        kind = load()
+        kind = loaded(OURS[name]) if name in OURS else _of_others()[name]()
     except ImportError:
         return None
     if not isinstance(kind, Kind) or kind.name != name:
@@ -401,9 +404,10 @@ def kind_named(name: object) -> Kind | None:
     return kind
 
 
-def kinds() -> list[Kind]:
-    """Return all kinds whose packages are installed."""
-    return [kind for name in kind_names() if (kind := kind_named(name)) is not None]
+def kinds() -> Iterator[Kind]:
+    """Yield all kinds whose packages are installed, ours first; each is loaded when it is asked for."""
+    yield from filter(None, map(kind_named, OURS))
+    yield from filter(None, map(kind_named, _of_others()))
 
 
 def kind_of_key(key: str) -> Kind | None:

@@ -26,6 +26,7 @@ from niels_gpt.prefix_tree.forest import MAX_SAMPLE_TOKENS, SHAPE_7B, ForestStat
 from niels_gpt.prefix_tree.rollouts.records import Sample
 from niels_gpt.storage.errors import TreeError
 from niels_gpt.storage.meta_json import printable
+from niels_gpt.tokenizers.library import needs_transformers
 
 LITTLE = 1.3
 """A smaller factor of FLOPs is called little: a prompt of 256 tokens with 8 completions of 1,024 gives 1.21."""
@@ -293,7 +294,7 @@ def shape_of(folder: Path) -> ModelShape:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise ImportError("--model needs transformers: pip install 'niels-gpt[eagle3]'") from error
+        raise needs_transformers("--model") from error
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file, expected the config of a transformers model")

@@ -34,9 +34,9 @@ from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.shared import code_identity
 from niels_gpt.recipes.tokenizer import tokenizer_state
 from niels_gpt.recipes.units import CacheUnits
-from niels_gpt.settings import Settings, UsageError
+from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import code_of, own_code
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, UsageError
 from niels_gpt.work import Progress, sigint_blocked
 
 if TYPE_CHECKING:

@@ -18,14 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import listed_meta, read_meta
-from niels_gpt.data.exclude import Exclusion, read_exclusion
 from niels_gpt.kinds.kind import kinds
 from niels_gpt.paths import FAMILIES
-from niels_gpt.settings import Settings, usable_cores
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
 from niels_gpt.storage.meta_json import (
@@ -41,6 +39,10 @@ from niels_gpt.storage.meta_json import (
 )
 from niels_gpt.storage.remedies import build_command, recorded_settings
 from niels_gpt.storage.versions import RECIPE_NAME, public_path, versions_dir
+
+if TYPE_CHECKING:  # `list` reads records alone
+    from niels_gpt.data.exclude import Exclusion
+    from niels_gpt.settings import Settings
 
 TOKENIZER_KEY = "tokenizer"
 RUNS_DIR = ".runs"
@@ -125,6 +127,8 @@ def cache_root(settings: Settings) -> Path:
 
 def num_threads(settings: Settings) -> int:
     """Return the number of tokenizer threads: the setting, or one per usable core."""
+    from niels_gpt.settings import usable_cores
+
     return settings.threads or usable_cores()
 
 
@@ -185,6 +189,8 @@ def fingerprint_by_list(
     fingerprint_of: called with a list; None for no list. named: reads the source and yields the entries of a list that
         name something; None: read nothing, so that any change of the list counts.
     """
+    from niels_gpt.data.exclude import Exclusion, read_exclusion
+
     now = None if settings.exclude is None else read_exclusion(settings.exclude)
     recorded = recorded_recipe(path).get("exclude")
     before = Exclusion(frozenset(map(str, recorded))) if recorded and isinstance(recorded, list) else None
@@ -203,6 +209,8 @@ def record_recipe(
     settings: Settings, path: Path, fingerprint: str, source: dict[str, Any], meta: dict[str, Any], **more: Any
 ) -> None:
     """Record the recipe of the committed version at `path`. source: its provenance. meta: of that version."""
+    from niels_gpt.data.exclude import read_exclusion
+
     listed = [] if settings.exclude is None else sorted(read_exclusion(settings.exclude).entries)
     if 0 < sum(map(len, listed)) <= _MOST_LISTED:
         more["exclude"] = listed
@@ -272,7 +280,9 @@ def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
     A cache that was copied here has no line in .runs/: its seconds are nan, and its fingerprint is empty.
     Raises: FileNotFoundError if there is no cache.
     """
-    known = [key.rstrip("/") for kind in kinds() for key in kind.keys if key.endswith("/")]  # of other packages too
+    names, known = {entry.name for entry in os.scandir(root) if entry.name[:1] != "."} if root.is_dir() else set(), []
+    if not names <= {*FAMILIES, TOKENIZER_KEY}:  # then other packages are asked for their kinds
+        known = [key.rstrip("/") for kind in kinds() for key in kind.keys if key.endswith("/")]
     families = [sorted(root.glob(f"{family}/[!.]*")) for family in dict.fromkeys([*FAMILIES, *known])]
     outcomes: list[Outcome] = []
     damaged: dict[str, Exception] = {}
@@ -302,6 +312,8 @@ def made_by(cache: Path) -> str | None:
 
     Returns None if no run is recorded, or it made another version.
     """
+    from niels_gpt.settings import Settings
+
     meta, public = listed_meta(cache), public_path(resolved(cache)) or cache.absolute()
     key = TOKENIZER_KEY if public.name == TOKENIZER_KEY else f"{public.parent.name}/{public.name}"
     root = public.parent if key == TOKENIZER_KEY else public.parent.parent

@@ -24,7 +24,7 @@ from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data.exclude import Exclusion, read_exclusion
 from niels_gpt.engine.journal import sealed_builds, unfinished_builds
-from niels_gpt.engine.meta import BUILDER_VERSIONS, Source
+from niels_gpt.engine.meta import BUILDER_VERSIONS, Source, library_of
 from niels_gpt.engine.units import discard_plan, plans_of
 from niels_gpt.recipes.disk import needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.family import Family, Job, family_of
@@ -241,8 +241,13 @@ class Request(Inputs):
         )
 
     def record(self, meta: dict[str, Any], **more: Any) -> None:
-        """Record the recipe of the committed version, and warn of changes. meta: of that version. more: more keys."""
+        """Record the recipe of the committed version, and warn of changes. meta: of that version. more: more keys.
+
+        The release of the library that encoded is recorded, and not compared: it makes no cache stale.
+        """
         before = read_record(self.path)
+        if self.tokenizer is not None:
+            more["libraries"] = library_of(self.tokenizer)
         record_recipe(self.settings, self.path, self.fingerprint, self.provenance, meta, **more)
         warn_of_changes(self.settings, self.key, self.path, before)
 

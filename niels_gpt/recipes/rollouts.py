@@ -153,7 +153,7 @@ class TreeCaches(Family):
 
         settings, tokenizer, reading = request.settings, request.tokenizer, request.reading(job.source)
         assert tokenizer is not None
-        engine = open_engine(tokenizer, settings.engine, seed=settings.seed)
+        engine = open_engine(tokenizer, settings.engine)
         encoder = TextEncoder(tokenizer, on_special=settings.on_special, engine=engine)
         return build_rollouts(
             tree_groups(sources.sequences(*reading), encoder, reading[3]),

@@ -301,12 +301,14 @@ def _make(
         folder = versions.versions_dir(path) / found.content[: versions.VERSION_DIGITS]
         if not from_scratch and (known := undamaged(folder)) is not None and known.get("hub") == about.get("hub"):
             return folder, known, True
+        tokenizer = found.opened()
     else:
         if not from_scratch and (earlier := trained_earlier(settings, path)) is not None:
             return *earlier, True
         only_user_sources = installed is None or installed.get("trained_on", "own") == "own"
         files, about = train(settings, user_sources_only and only_user_sources)
-    meta = _write(files, about, work)
+        tokenizer = None
+    meta = _write(files, about, work, tokenizer)
     version = versions.store(work, path, str(meta["content_sha256"]))
     if name is not None or installed is not None:
         return version, meta, False
@@ -448,11 +450,13 @@ def _checked(settings: Settings, name: str) -> FullTokenizer:
 # --- its folder -------------------------------------------------------------------------------------------------------
 
 
-def _write(files: Mapping[str, bytes], about: dict[str, Any], work: Path) -> dict[str, Any]:
-    """Write all files of a tokenizer. Returns its meta."""
+def _write(
+    files: Mapping[str, bytes], about: dict[str, Any], work: Path, tokenizer: FullTokenizer | None = None
+) -> dict[str, Any]:
+    """Write all files of a tokenizer. Returns its meta. tokenizer: opened with these files; None opens it."""
     for name, content in files.items():
         write_bytes(work / name, content)
-    tokenizer = load_tokenizer(work, follow_links=False)
+    tokenizer = tokenizer or load_tokenizer(work, follow_links=False)
     records, trip = records_of(files), roundtrip(tokenizer)
     eos = None if tokenizer.eos_id is None else {"id": tokenizer.eos_id, "token": tokenizer.token(tokenizer.eos_id)}
     meta = {

@@ -59,8 +59,8 @@ from niels_gpt.recipes.unit_plans import (
     settings_of,
     tokenizer_of,
 )
-from niels_gpt.settings import Settings, UsageError
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError, UsageError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
 from niels_gpt.storage.locks import apply_lock_setting
 from niels_gpt.storage.meta_json import resolved

@@ -33,8 +33,8 @@ from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.data.spec import Credit, LoadRequest, Part, SourceSpec
 from niels_gpt.recipes.family import Family, family_named, family_names
-from niels_gpt.settings import Settings, UsageError
-from niels_gpt.storage.errors import DefinitionError, NotFound
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import DefinitionError, NotFound, UsageError
 from niels_gpt.storage.fileio import open_for_reading
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.resources import files
-from textwrap import fill, wrap
 from types import ModuleType
 
 _BY_ERRNO = {
@@ -54,6 +52,8 @@ class Code:
 @cache
 def codes() -> dict[str, Code]:
     """Return every code with its row, in the order of codes.txt."""
+    from importlib.resources import files
+
     _, *blocks = files("niels_gpt.storage").joinpath("codes.txt").read_text("utf-8").strip().split("\n\n")
     found = {}
     for block in blocks:
@@ -107,23 +107,3 @@ def give_earlier_names(package: str, places: Mapping[str, Mapping[str, str]], sa
         sys.modules[module.__name__] = module
         parent, _, last = module.__name__.rpartition(".")
         setattr(sys.modules[parent], last, module)
-
-
-def explained(code: str, columns: int = 100) -> str:
-    """Return the meaning, remedy and example of a code in lines of at most `columns` characters.
-
-    Raises: UsageError for an unknown code.
-    """
-    row = codes().get(code.upper())
-    if row is None:
-        from niels_gpt.settings import UsageError
-
-        subject = [known for known in codes() if known[:2] == code[:2].upper()]
-        raise UsageError(f"no code is called {code!r}, expected one of {', '.join(subject or codes())}")
-    kind = "error" if row.code.startswith("E") else "warning"
-    parts = [f"{row.code} {row.name}", row.meaning, f"What to do: {row.remedy}"]
-    parts = [fill(part, columns, break_long_words=False, break_on_hyphens=False) for part in parts]
-    if row.example:
-        shown = wrap(f"{kind}[{row.code}]: {row.example}", columns - 4, break_long_words=False, break_on_hyphens=False)
-        parts.append("\n".join(["For example:", "", *(f"    {line}" for line in shown)]))
-    return "\n\n".join(parts)

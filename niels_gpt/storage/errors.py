@@ -33,6 +33,10 @@ class CodedError(Exception):
             self.code = code
 
 
+class UsageError(CodedError, ValueError, code="E101"):
+    """A wrong setting or argument; a command exits with 2."""
+
+
 @contextmanager
 def errors_as(code: str, kinds: tuple[type[Exception], ...] = _ABSENT) -> Iterator[None]:
     """Give a code to the errors that Python, the system or a library raises in the block.

@@ -10,7 +10,6 @@ import errno
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -383,7 +382,7 @@ so `gc`) allows it."""
 def write_bytes(path: PathLike, content: bytes) -> None:
     """Write a file atomically and durably: a unique sibling, fsync, rename. On failure nothing is left."""
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}.tmp")
     file = OutputFile(temporary)
     try:
         file.write(content)

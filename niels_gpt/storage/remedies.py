@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -10,11 +9,13 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from niels_gpt.paths import FAMILIES
-from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import META_NAME, open_for_reading
+
+if TYPE_CHECKING:  # its dataclass takes as long as click to load, and few messages need it
+    from niels_gpt.settings import Settings
 
 PROGRAM = "niels-gpt"
 BUILD_ALL = f"{PROGRAM} build --all"
@@ -46,6 +47,8 @@ def build_command(settings: Settings, keys: str | Sequence[str], *more: str, ver
     For the tokenizer it is `build --all`: every build makes a missing one. Settings with their default value, and
     entries for other sources, are left out.
     """
+    from niels_gpt.settings import Settings
+
     chosen = [keys] if isinstance(keys, str) else list(keys)
     names = [key.rpartition("/")[2] for key in chosen]
     named = [key if key.startswith(_BY_KEY) else name for key, name in zip(chosen, names, strict=True)]
@@ -156,13 +159,15 @@ def instead_of(path: str | os.PathLike[str]) -> str:
 
 def _names_near(path: Path) -> str:
     """Return the names of caches in the nearest existing folder above a path, the likely ones first; "" if none."""
+    from difflib import get_close_matches
+
     above = next((folder for folder in path.parents if folder.is_dir()), path.parent)
     wanted = path.relative_to(above).parts[0]
     try:
         names = sorted(entry.name for entry in os.scandir(above) if entry.name in _PLACES or _is_cache(entry))
     except OSError:
         return ""
-    close = difflib.get_close_matches(wanted, names, n=3)
+    close = get_close_matches(wanted, names, n=3)
     shown = list(dict.fromkeys([*close, *names]))[:_MOST_NAMES]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return f"In {above} there is {', '.join(shown)}{more}" if shown else ""
@@ -200,6 +205,8 @@ def _place_of(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
 
 def recorded_settings(root: Path, key: str) -> Settings:
     """Return the settings of the last recorded build, or defaults without a record. The record is not trusted."""
+    from niels_gpt.settings import Settings
+
     try:
         found = json.loads(_last_line(_record_of(root, key)))["settings"]
         types, known = get_type_hints(Settings), asdict(Settings())

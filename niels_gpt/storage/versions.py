@@ -25,7 +25,6 @@ import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from secrets import token_hex
 from typing import NamedTuple
 
 from niels_gpt.storage import fileio, locks
@@ -128,7 +127,9 @@ def building(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
         _discard_dead(folder)
         fileio.remove(folder / BUILDING)
         # Under a lease, a name of its own: a process that was stopped may still write beside the one that took over.
-        name = f"{BUILDING}-{token_hex(VERSION_DIGITS // 2)}" if locks.is_leased(folder / LOCK_NAME) else BUILDING
+        name = (
+            f"{BUILDING}-{os.urandom(VERSION_DIGITS // 2).hex()}" if locks.is_leased(folder / LOCK_NAME) else BUILDING
+        )
         work = folder / name
         fileio.make_dir(work)
         process = os.getpid()

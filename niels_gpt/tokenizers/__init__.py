@@ -2,6 +2,7 @@
 
 protocol.py            what builders and readers need of a tokenizer; its keys in a cache's meta.json
 huggingface.py         the adapter of a tokenizer.json; niels_gpt/tokenizer.py is the one of SentencePiece
+library.py             the library tokenizers: 0.22 and 0.23, or 1.0
 adapters.py            what both adapters share: checks of arguments, pickling
 files.py               which files a tokenizer has, and how they are read
 document_tokens.py     the tokens that begin and end a document

@@ -20,6 +20,8 @@ def checked_ids(ids: Any, vocab_size: int, where: str) -> list[int]:
     Raises: TokenizerError E409 for an id outside the vocabulary; ValueError for more than one dimension.
     """
     values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if isinstance(values, list) and {*map(type, values)} == {int} and min(values) >= 0 and max(values) < vocab_size:
+        return values if values is not ids else values.copy()  # without a step of Python for each id
     if not isinstance(values, list) or any(isinstance(value, list) for value in values):
         raise ValueError(f"ids of shape {tuple(getattr(ids, 'shape', ()))}: expected one dimension")
     wrong = next((value for value in values if not 0 <= value < vocab_size), None)

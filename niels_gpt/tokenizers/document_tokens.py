@@ -9,7 +9,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
@@ -108,6 +107,8 @@ def document_end(tokenizer: FullTokenizer, choice: str = "auto") -> DocumentToke
 
 def _near(tokenizer: FullTokenizer, choice: str | None) -> str:
     """Return an error text that names the added and control tokens most similar to `choice`."""
+    from difflib import get_close_matches
+
     added = getattr(tokenizer, "added_tokens", dict[str, bool])()
     known = dict.fromkeys([*added, *(tokenizer.token(each) for each in sorted(control_ids(tokenizer)))])
     names = [each for each in known if each.isprintable()]

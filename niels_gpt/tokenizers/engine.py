@@ -2,8 +2,10 @@
 
 engine = open_engine(tokenizer)                     # the fastest engine that is installed and knows the model
 ids, lengths = engine.encode(texts, first=0)        # texts: UTF-8
+engine.compare(texts, digests, first=0)             # raises E410 where a fast engine gives other ids
 
-The reference is the library that the tokenizer was made for. A fast engine is compared with it during the build.
+The reference is the library that the tokenizer was made for. A fast engine is compared with it during the build, in
+pieces of some texts. Their digests choose them, so every build of equal text compares the same ones (D25).
 """
 
 from __future__ import annotations
@@ -11,12 +13,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
-import threading
-import time
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -25,6 +24,8 @@ from numpy.typing import NDArray
 
 from niels_gpt.storage.errors import CacheError, TokenizerError
 from niels_gpt.tokenizers.gigatoken import INSTALL, GigatokenEngine, UnusableError, is_bpe
+from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
+from niels_gpt.tokenizers.library import is_fast
 from niels_gpt.tokenizers.probes import probe_texts
 from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer
 
@@ -32,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 CHOICES: Final = ("auto", "gigatoken", "reference")
 """The values of the setting `engine`."""
-FIRST_COMPARED: Final = 1000
-"""The first documents of a stream, which are all compared with the reference."""
-ONE_COMPARED_OF: Final = 100
-"""One in this many of the later documents is compared. The reference takes some seventy times as long as gigatoken, so
-this share costs less time than gigatoken itself."""
-_PIECE_BYTES = 1 << 20
-"""A longer text is compared in pieces: a reference takes up to 130 times its size in memory."""
+FIRST_COMPARED: Final = 100
+"""The first texts of a stream, which are all compared with the reference, a piece of each."""
+PIECE_BYTES: Final = 1 << 10
+"""A longer text is compared in such pieces: for equal work, many texts show more faults than a few whole ones."""
+ONE_COMPARED_OF: Final = 2000
+"""One in this many pieces of all texts is compared. The reference takes 70 to 130 times as long as gigatoken
+(benchmarks/build_fast.py), so this share costs about 5 % of gigatoken's time."""
 _AROUND = 6  # tokens before and after a difference in its message
 _NAMES: Final = {"sentencepiece": "sentencepiece", "huggingface": "tokenizers"}
 
@@ -47,13 +48,18 @@ class Engine(Protocol):
     """Encodes texts. Threads may share an engine. It can be pickled, and used after a fork."""
 
     name: str
-    """gigatoken, tokenizers or sentencepiece; encode for a caller's own tokenizer."""
+    """gigatoken, tokenizers or sentencepiece; encode for a caller's own tokenizer. 1.0 of tokenizers has its number."""
 
     def encode(self, texts: Sequence[bytes], *, first: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the ids of all texts in order, integers [tokens], and the length of each text in ids, int64 [texts].
 
         texts: valid UTF-8. The literal of a control token may give its id, as with Tokenizer.encode.
         first: number of the first text in the build's stream.
+        """
+
+    def compare(self, texts: Sequence[bytes], digests: NDArray[np.uint64], *, first: int) -> None:
+        """Compare the ids of `compared_pieces` with the reference's. digests: uint64 [texts]. first: see `encode`.
+
         Raises: EngineDifference E410 if the engine and the reference disagree.
         """
 
@@ -84,6 +90,8 @@ class ReferenceEngine:
         self._tokenizer = tokenizer
         self._batch = getattr(tokenizer, "encode_batch", None)
         self.name = _NAMES.get(getattr(tokenizer, "kind", ""), "encode")
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            self.name = tokenizer.library.name
         if self.name == "encode" and not _takes_threads(self._batch):  # a method of another meaning
             self._batch = None
 
@@ -99,6 +107,9 @@ class ReferenceEngine:
             arrays = list(map(_integers, arrays))
         lengths = np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays))
         return (np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)), lengths
+
+    def compare(self, texts: Sequence[bytes], digests: NDArray[np.uint64], *, first: int) -> None:
+        """Do nothing: its ids are the reference's."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReferenceEngine, (self._tokenizer,)
@@ -120,38 +131,18 @@ def _integers(ids: Any) -> NDArray[np.int64]:
 
 
 class ComparedEngine:
-    """A fast engine, compared with the reference for the first documents of a stream and for a share of the others.
+    """A fast engine that can be compared with the reference."""
 
-    A text's content and the seed decide whether it is in the share, so threads and batches do not.
-    """
-
-    def __init__(self, fast: GigatokenEngine, reference: Engine, tokenizer: FullTokenizer, *, seed: int = 0) -> None:
-        """fast, reference: engines of the same tokenizer. seed: of the share."""
+    def __init__(self, fast: GigatokenEngine, reference: Engine, tokenizer: FullTokenizer) -> None:
+        """fast, reference: engines of the same tokenizer."""
         self.name = fast.name
         self._fast, self._reference, self._tokenizer = fast, reference, tokenizer
-        self._seed = seed % (1 << 64)
-        self._counting: dict[int, threading.Lock] = {}  # by process id: a fork may copy a lock that is held
-        self.num_compared = 0
-        """How many documents were compared."""
-        self.compare_seconds = 0.0
-        """CPU seconds that the reference took for them."""
 
     def encode(self, texts: Sequence[bytes], *, first: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return ids and lengths: the fast engine's, but the reference's for the few texts that may differ."""
-        from xxhash import xxh3_64_intdigest  # not above: readers of caches import this module without xxhash
-
         ids, lengths = self._fast.encode(texts)
         others = [index for index, text in enumerate(texts) if self._fast.may_differ(text)]
-        if others:
-            ids, lengths = self._replaced(texts, ids, lengths, others, first)
-        chosen = [
-            index
-            for index, text in enumerate(texts)
-            if first + index < FIRST_COMPARED or xxh3_64_intdigest(text, self._seed) % ONE_COMPARED_OF == 0
-        ]
-        if chosen := sorted(set(chosen).difference(others)):
-            self._compare(texts, ids, lengths, chosen, first)
-        return ids, lengths
+        return self._replaced(texts, ids, lengths, others, first) if others else (ids, lengths)
 
     def _replaced(
         self, texts: Sequence[bytes], ids: NDArray[Any], lengths: NDArray[np.int64], others: list[int], first: int
@@ -165,31 +156,21 @@ class ComparedEngine:
         replaced[others] = their_lengths
         return np.concatenate(parts), replaced
 
-    def _compare(
-        self, texts: Sequence[bytes], ids: NDArray[Any], lengths: NDArray[np.int64], chosen: list[int], first: int
-    ) -> None:
-        """Compare the chosen texts. Raises: EngineDifference E410."""
-        start = time.thread_time()
-        whole = [index for index in chosen if len(texts[index]) <= _PIECE_BYTES]
-        is_whole = np.zeros(len(texts), dtype=bool)
-        is_whole[whole] = True
-        found = ids if is_whole.all() else ids[np.repeat(is_whole, lengths)]
-        numbers = [first + index for index in whole]
-        self._compare_ids([texts[index] for index in whole], found, lengths[whole], numbers)
-        for index in chosen:
-            if not is_whole[index]:
-                # Both engines encode the piece: a cut changes ids, so a slice of the whole text's ids would differ.
-                for piece in pieces_of(texts[index]):
-                    self._compare_ids([piece], *self._fast.encode([piece]), [first + index])
-        with self._counting.setdefault(os.getpid(), threading.Lock()):
-            self.num_compared += len(chosen)
-            self.compare_seconds += time.thread_time() - start
+    def compare(self, texts: Sequence[bytes], digests: NDArray[np.uint64], *, first: int) -> None:
+        """Compare some pieces, see Engine. Both engines encode the piece: a cut changes ids."""
+        sizes = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+        counts = num_compared(sizes, digests, np.arange(first, first + len(texts)))
+        chosen = [
+            (first + index, piece)
+            for index in np.flatnonzero(counts).tolist()
+            for piece in compared_pieces(texts[index], int(digests[index]), int(counts[index]))
+        ]
+        if chosen:
+            self.compare_all([piece for _, piece in chosen], [number for number, _ in chosen])
 
-    def _compare_ids(
-        self, texts: list[bytes], ids: NDArray[Any], lengths: NDArray[np.int64], numbers: list[int]
-    ) -> None:
-        """Compare the ids of texts with the reference's. numbers: of their documents in the stream."""
-        expected, expected_lengths = self._reference.encode(texts, first=0)
+    def compare_all(self, texts: list[bytes], numbers: Sequence[int]) -> None:
+        """Compare whole texts. numbers: of their documents in the stream. Raises: EngineDifference E410."""
+        (ids, lengths), (expected, expected_lengths) = (each.encode(texts, first=0) for each in (self, self._reference))
         if np.array_equal(lengths, expected_lengths) and np.array_equal(ids, expected):
             return
         ends, expected_ends = np.cumsum(lengths)[:-1], np.cumsum(expected_lengths)[:-1]
@@ -201,21 +182,43 @@ class ComparedEngine:
                 raise EngineDifference(self._tokenizer.model_path, number, difference)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(ComparedEngine, seed=self._seed), (self._fast, self._reference, self._tokenizer)
+        return ComparedEngine, (self._fast, self._reference, self._tokenizer)
 
 
-def pieces_of(text: bytes) -> Iterator[bytes]:
-    """Cut UTF-8 text into pieces of at most 1 MiB, after a line end, else between characters."""
-    start = 0
-    while start < len(text):
-        stop = start + _PIECE_BYTES
-        if stop < len(text):
-            line_end = text.rfind(b"\n", start, stop)
-            while line_end < 0 and text[stop] & 0xC0 == 0x80:  # inside of a character
-                stop -= 1
-            stop = stop if line_end < 0 else line_end + 1
-        yield text[start:stop]
-        start = stop
+def num_compared(
+    sizes: NDArray[np.int64], digests: NDArray[np.uint64], numbers: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return how many pieces of each text are compared, int64 [texts].
+
+    sizes: bytes of the texts. digests: of the texts, uint64. numbers: of the texts in the stream.
+    """
+    pieces = -(-sizes // PIECE_BYTES)
+    found = (pieces + (digests % np.uint64(ONE_COMPARED_OF)).astype(np.int64)) // ONE_COMPARED_OF
+    return np.maximum(found, (numbers < FIRST_COMPARED) & (sizes > 0))
+
+
+def compared_pieces(text: bytes, digest: int, count: int) -> Iterator[bytes]:
+    """Yield `count` pieces of UTF-8 text of at most PIECE_BYTES each, cut between characters. digest: says where."""
+    pieces = -(-len(text) // PIECE_BYTES)
+    for number in range(count):
+        start = (digest // ONE_COMPARED_OF + number * pieces // count) % pieces * PIECE_BYTES
+        yield text[_character(text, start) : _character(text, start + PIECE_BYTES)]
+
+
+def _character(text: bytes, at: int) -> int:
+    """Return where the character at byte `at` of UTF-8 text begins."""
+    while 0 < at < len(text) and text[at] & 0xC0 == 0x80:
+        at -= 1
+    return at
+
+
+def compared_keys(num_pieces: int) -> dict[str, int | None]:
+    """Return the value of `compared` in meta.json.
+
+    So many pieces find, with 95 %, a fault in one of `finds_one_in` pieces: 1 - (1 - 1 / finds_one_in)^n = 0.95.
+    """
+    found = int(1 / -math.expm1(math.log(0.05) / num_pieces)) if num_pieces else None
+    return {"pieces": num_pieces, "finds_one_in": found}
 
 
 def _first_difference(tokenizer: FullTokenizer, names: str, found: list[int], expected: list[int]) -> str:
@@ -226,17 +229,16 @@ def _first_difference(tokenizer: FullTokenizer, names: str, found: list[int], ex
     return f"{names} differ at token {at}: {a} and {b}, in {around!a}"
 
 
-def open_engine(tokenizer: Tokenizer, choice: str = "auto", *, seed: int = 0) -> Engine:
+def open_engine(tokenizer: Tokenizer, choice: str = "auto") -> Engine:
     """Return the engine that encodes with a tokenizer.
 
     choice: "gigatoken", "reference", or "auto": gigatoken if it is installed and gives the reference's ids for the test
         texts, else the reference.
-    seed: of the share of documents that are compared.
     Raises: ValueError for another choice; for "gigatoken", CacheError E901 if it is not installed, E411 if it cannot
         encode with this tokenizer, and TokenizerError E411 for a tokenizer of neither SentencePiece nor tokenizer.json;
         CacheError E402 if the tokenizer's file has changed.
     """
-    engine = _opened(tokenizer, choice, seed)
+    engine = _opened(tokenizer, choice)
     with suppress(TypeError):  # an object without weak references
         _NAMES_BY_CHOICE.setdefault(tokenizer, {})[choice] = engine.name
     return engine
@@ -253,11 +255,16 @@ def engine_name(tokenizer: Tokenizer, choice: str = "auto") -> str:
 _NAMES_BY_CHOICE: WeakKeyDictionary[Tokenizer, dict[str, str]] = WeakKeyDictionary()
 
 
-def _opened(tokenizer: Tokenizer, choice: str, seed: int) -> Engine:
+def _opened(tokenizer: Tokenizer, choice: str) -> Engine:
     if choice not in CHOICES:
         raise ValueError(f"engine={choice!r}: expected one of {', '.join(CHOICES)}")
     reference = ReferenceEngine(tokenizer)
-    if choice == "reference" or (choice == "auto" and reference.name == "encode"):
+    is_as_fast = False  # as gigatoken: tokenizers 1.0
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        is_as_fast = is_fast()
+        if tokenizer.library.note:
+            _say(tokenizer.library.note)
+    if choice == "reference" or (choice == "auto" and (reference.name == "encode" or is_as_fast)):
         return reference
     if reference.name == "encode":
         found = f"{type(tokenizer).__name__} is neither a tokenizer.json nor a SentencePiece model"
@@ -265,7 +272,9 @@ def _opened(tokenizer: Tokenizer, choice: str, seed: int) -> Engine:
     full = cast(FullTokenizer, tokenizer)
     try:
         fast = GigatokenEngine(full)
-        ComparedEngine(fast, reference, full).encode(probe_texts(fast.literals), first=0)
+        engine = ComparedEngine(fast, reference, full)
+        probes = probe_texts(fast.literals)
+        engine.compare_all(probes, range(len(probes)))
     except (UnusableError, EngineDifference) as error:
         if choice == "gigatoken":
             raise _refusal(full, error) from error
@@ -276,7 +285,7 @@ def _opened(tokenizer: Tokenizer, choice: str, seed: int) -> Engine:
         elif error.code != "E901" and not error.is_usual:
             _say(f"{full.model_path}: {reference.name} encodes, and many times as slowly as gigatoken: {error.reason}")
         return reference
-    return ComparedEngine(fast, reference, full, seed=seed)
+    return engine
 
 
 @functools.cache

@@ -165,7 +165,6 @@ def check_model(tokenizer: Path, meta: dict[str, Any], remedy: str = "") -> None
     remedy: the way out, for the message; "" for: remove the tokenizer and build.
     Raises: CacheError E204 for an absent file; E403 for another checksum, or a file that meta.json does not list.
     """
-    remedy = remedy or make_again(tokenizer)
     expected = {record["name"]: record["sha256"] for record in file_records(meta, str(tokenizer / META_NAME))}
     name = next(iter(expected), MODEL_NAME)
     if (of_ids := meta.get("tokenizer_sha256")) is not None:
@@ -173,11 +172,13 @@ def check_model(tokenizer: Path, meta: dict[str, Any], remedy: str = "") -> None
     expected[name] = of_ids  # the file that decides the ids; other tools may list no files
     for name, sha256 in expected.items():
         if not os.path.lexists(tokenizer / name):
-            raise CacheError(tokenizer / name, "no such file", "a file of the tokenizer", remedy, code="E204")
+            again = remedy or make_again(tokenizer)
+            raise CacheError(tokenizer / name, "no such file", "a file of the tokenizer", again, code="E204")
         actual = hashlib.sha256(read_regular(path_inside(tokenizer, name), MAX_TOKENIZER_JSON_BYTES)).hexdigest()
         if sha256 not in (None, actual):
-            found = f"its sha256 is {actual[:12]}"
-            raise CacheError(tokenizer / name, found, f"{sha256[:12]}, as in its {META_NAME}", remedy, code="E403")
+            found, again = f"its sha256 is {actual[:12]}", remedy or make_again(tokenizer)
+            raise CacheError(tokenizer / name, found, f"{sha256[:12]}, as in its {META_NAME}", again, code="E403")
     for name in COMPANIONS if TOKENIZER_JSON in expected else ():
         if name not in expected and os.path.lexists(tokenizer / name):  # it would change what ends a document
-            raise CacheError(tokenizer / name, f"is not in its {META_NAME}", remedy=remedy, code="E403")
+            again = remedy or make_again(tokenizer)
+            raise CacheError(tokenizer / name, f"is not in its {META_NAME}", remedy=again, code="E403")

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.util import find_spec
@@ -25,12 +25,13 @@ from numpy.typing import NDArray
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.tokenizers.adapters import changed
 from niels_gpt.tokenizers.files import BYTE_ORDER_MARK, MAX_TOKENIZER_JSON_BYTES, read_file
-from niels_gpt.tokenizers.huggingface import is_of_library
+from niels_gpt.tokenizers.library import is_of_library
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 MAX_GROWTH: Final = 64 << 20
 """Growth of the process in bytes at which gigatoken is opened again. An opened GPT-2 takes 35 MB."""
-_LEADS = (0xE0, 0xE1, 0xEA, 0xF0)  # the first UTF-8 bytes of _NEW_LETTERS
+_PADDING, _SMALL_BYTES = 2, 1 << 14
+"""Texts of a group have at most twice the bytes of the longest one for each, or so many bytes in all."""
 _NEW_LETTERS = re.compile(
     rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)|\xe1\xab[\x8f-\xab]|\xea\x9f[\x8e\x8f\x92\x94\xb1]"
     rb"|\xf0[\x90\x91\x96\x98\x9e\xab\xac\xb2\xb3]"
@@ -69,18 +70,25 @@ class GigatokenEngine:
         """
         if text.isascii():
             return False
-        if any(lead in text for lead in _LEADS) and _NEW_LETTERS.search(text):
+        has_lead = b"\xf0" in text or b"\xe0" in text or b"\xe1" in text or b"\xea" in text  # of _NEW_LETTERS
+        if has_lead and _NEW_LETTERS.search(text):
             return True
         return self._model.composes and not unicodedata.is_normalized("NFC", str(text, "utf-8"))
 
     def encode(self, texts: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """Return ids and lengths, see Engine. Raises: CacheError E411 if gigatoken cannot encode a text."""
-        import awkward
+        from gigatoken import BytesSource
 
         current = self._opened  # another thread may replace it meanwhile
+        parts = [np.empty(0, dtype=np.uint32)] * len(texts)
         try:
-            # Not with its own threads: a forked child would not have them and would wait for ever.
-            rows = current.encode_batch(texts if isinstance(texts, list) else list(texts), parallel=False)
+            for group in _of_like_length(texts):
+                # A BytesSource and rows with padding: for lists, and for rows without, gigatoken imports awkward, which
+                # takes longer than the copies. Not with its own threads: a forked child would wait for them for ever.
+                source = BytesSource([texts[index] for index in group])
+                rows, lengths = current.encode_batch_padded(source, 0, parallel=False)
+                for index, row, length in zip(group, rows, lengths.tolist(), strict=True):
+                    parts[index] = row[:length]
         except BaseException as error:
             if not is_of_library(error):
                 raise
@@ -88,9 +96,9 @@ class GigatokenEngine:
             remedy = "Build with the reference: --engine reference"
             raise CacheError(self._tokenizer.model_path, found, remedy=remedy, code="E411") from error
         del current
-        ids, lengths = awkward.flatten(rows).to_numpy(), awkward.num(rows).to_numpy()
         self._bound_cache(sum(map(len, texts)))
-        return ids, lengths
+        counts = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+        return np.concatenate([np.empty(0, dtype=np.uint32), *parts]), counts
 
     def _bound_cache(self, num_bytes: int) -> None:
         lock = self._reopening.setdefault(os.getpid(), threading.Lock())
@@ -103,6 +111,20 @@ class GigatokenEngine:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GigatokenEngine, (self._tokenizer,)
+
+
+def _of_like_length(texts: Sequence[bytes]) -> Iterator[list[int]]:
+    """Yield the numbers of the texts in groups of about the same length, so that padding takes little memory."""
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    start, total = 0, 0
+    for at, index in enumerate(order):
+        longest = len(texts[index])
+        if (at + 1 - start) * longest > _PADDING * (total + longest) + _SMALL_BYTES:
+            yield order[start:at]
+            start, total = at, 0
+        total += longest
+    if order:
+        yield order[start:]
 
 
 INSTALL: Final = "pip install 'niels-gpt[fast]'"

@@ -1,8 +1,8 @@
 """Tokenizers of Hugging Face: a tokenizer.json, opened by the library `tokenizers`.
 
-Nothing else is used: no class of transformers and no code from the hub. Encoding skips the post-processor, which adds
-BOS and EOS; `start_ids` has the ids that it writes before a text. Truncation, padding and dropout are switched off: a
-cache must be complete, and equal in each build.
+Nothing else is used: no class of transformers and no code from the hub. library.py hides which release is installed.
+Encoding skips the post-processor, which adds BOS and EOS; `start_ids` has the ids that it writes before a text.
+Truncation, padding and dropout are switched off: a cache must be complete, and equal in each build.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import os
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +24,6 @@ from niels_gpt.storage.errors import CacheError, SourceError, TokenizerError, To
 from niels_gpt.storage.meta_json import parse_object
 from niels_gpt.tokenizers.adapters import changed, checked_ids, refuse_surrogates, reopened
 from niels_gpt.tokenizers.files import (
-    BYTE_ORDER_MARK,
     CONFIG_NAME,
     MAX_TOKENIZER_JSON_BYTES,
     TOKENIZER_JSON,
@@ -33,25 +31,15 @@ from niels_gpt.tokenizers.files import (
     companion,
     read_file,
 )
-from niels_gpt.tokenizers.protocol import PROBE, ids_before
+from niels_gpt.tokenizers.library import EXPECTED, SHOWN, Library, is_of_library, opened
+from niels_gpt.tokenizers.protocol import PROBE
 
-MAX_OPENED_IDS: Final = 1 << 24
-"""All ids are below it: tables with one entry for each id are made from a file."""
+T = TypeVar("T")
+
 MAX_ADDED_TOKENS: Final = 100_000
 """The most added tokens: texts are searched for each of them. Models for speech have some 65,000."""
 
-_MOST_STEPS, _MOST_GROWTH = 512, 64
-"""The most steps of a part such as the normalizer, and the most by which they may lengthen a text."""
-_CONSUMES = re.compile(
-    r"(?:(?:\[(?:[^\[\]\\]|\\.)+\]|\\p\{\w+\}|\\[sdwSDWnrt]|\\[^\w\s]|[^\\^$|?*+()\[\]{}])(?:\+|\{[1-9]\d*(?:,(?:[1-9]\d*)?)?\})?)+"
-)
-"""Regular expressions that surely match at least one character, such as ` {2,}` or `[\u201c\u201d]`."""
-_MAX_TEMPLATE_BYTES = 1 << 14  # of a post-processor: it writes BOS and EOS
-
-_EXPECTED = f"a {TOKENIZER_JSON} that the library tokenizers reads"
-_UNK_ID = re.compile(rb'"unk_id"\s*:\s*(\d{1,9})\b')
 _UNUSED = "\ufdd0"  # a noncharacter of Unicode: no text should have it
-_SHOWN = 200  # characters of an error of the library
 
 
 class HuggingFaceTokenizer:
@@ -79,25 +67,29 @@ class HuggingFaceTokenizer:
         self._sha256 = hashlib.sha256(raw).hexdigest()
         said = _said_ids(raw)
         _refuse_many(said or (), self.model_path)  # at once: the library would take its time
-        self._tokenizer, self._post_processor = _open(raw, self.model_path)
-        added = self._tokenizer.get_added_tokens_decoder()
+        self._library = opened(raw, self.model_path)
+        added = self._library.added
         _refuse_many(added, self.model_path)
-        self._vocab_size = _vocab_size(self._tokenizer, self.model_path)
-        _check_added_ids(said, {token.content: token_id for token_id, token in added.items()}, self.model_path)
-        special = {token_id for token_id, token in added.items() if token.special}
-        self._unk_id = _unk_id(self._tokenizer, raw)
+        self._vocab_size, self._unk_id = self._library.vocab_size, self._library.unk_id
+        _check_added_ids(said, {literal: token_id for token_id, (literal, _) in added.items()}, self.model_path)
+        special = {token_id for token_id, (_, is_special) in added.items() if is_special}
         self.eos_token = self._eos_token()
         self._eos_id = None if self.eos_token is None else self.token_id(self.eos_token)
         self._sentinels = self._sentinel_ids(special)
         ends = set() if self._eos_id is None else {self._eos_id}
         self._control_ids = frozenset((special - {self._unk_id}) | ends | set(self._sentinels.values()))
-        self._plain: Any = None  # for encode_plain, when it is needed
-        self._renamed: Any = None
+        self._plain: Library | None = None  # for encode_plain, when it is needed
+        self._renamed: Library | None = None
 
     @property
     def sha256(self) -> str:
         """The hex sha256 of the tokenizer.json when it was opened."""
         return self._sha256
+
+    @property
+    def library(self) -> Library:
+        """The library's object: its name and release, and what a build should say of it."""
+        return self._library
 
     @property
     def vocab_size(self) -> int:
@@ -121,10 +113,7 @@ class HuggingFaceTokenizer:
         They are found by processing PROBE; () if it writes none, or if PROBE has no ids.
         Raises: TokenizerError E408 if the model cannot encode PROBE.
         """
-        if self._post_processor is None:
-            return ()
-        plain, *_ = self._encoded([PROBE], self._tokenizer.encode_batch)
-        return ids_before(self._post_processor.process(plain).ids, plain.ids)
+        return self._tried(lambda texts: self._library.start_ids(texts[0]), [PROBE])
 
     @property
     def control_ids(self) -> frozenset[int]:
@@ -144,23 +133,25 @@ class HuggingFaceTokenizer:
         Raises: SourceError E304 for a lone surrogate, which UTF-8 cannot encode; TokenizerError E408 for any other text
             that the model cannot encode.
         """
-        return self._ids_of([text], self._tokenizer)[0].tolist()  # type: ignore[no-any-return]
+        return self._ids_of([text], self._library)[0].tolist()  # type: ignore[no-any-return]
 
     def encode_batch(self, texts: Sequence[str], /, *, num_threads: int = 1) -> list[NDArray[np.int32]]:
         """Return the ids of each text as int32 [tokens]. Raises: SourceError E304 and TokenizerError E408.
 
         num_threads: ignored. The library has threads of its own; TOKENIZERS_PARALLELISM=false switches them off.
         """
-        return self._ids_of(list(texts), self._tokenizer)
+        return self._ids_of(list(texts), self._library)
 
     def encode_with_offsets(self, texts: Sequence[str], /) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Return the ids of each text, and start and end of each token in its characters. Raises: E304 and E408."""
-        encoded = self._encoded(list(texts), self._tokenizer.encode_batch)
-        return [(each.ids, each.offsets) for each in encoded]
+        """Return the ids of each text, and start and end of each token in its characters.
+
+        Raises: SourceError E304 and TokenizerError E408; ImportError with tokenizers 1.0, which has no offsets.
+        """
+        return self._tried(self._library.with_offsets, list(texts))
 
     def added_tokens(self) -> dict[str, bool]:
         """Return the literal of each added token, and whether it is special."""
-        return {token.content: token.special for token in self._tokenizer.get_added_tokens_decoder().values()}
+        return dict(self._library.added.values())
 
     def encode_plain(self, texts: Sequence[str], /) -> list[NDArray[np.int32]]:
         """Return the ids of each text with the literals of special tokens as plain text.
@@ -170,7 +161,7 @@ class HuggingFaceTokenizer:
         """
         batch = list(texts)
         if self._plain is None:
-            self._plain = _plain(self._read(), self.model_path)
+            self._plain = self._library.as_plain(self._read)
         renamed = self._renamed  # read once: another thread may set it meanwhile, to an equal one
         arrays = self._ids_of(batch, renamed or self._plain)
         if renamed is None and self._first_control_id(arrays) is not None:  # a unigram model's own pieces, such as </s>
@@ -186,16 +177,15 @@ class HuggingFaceTokenizer:
         Raises: TokenizerError E409 for an id outside the vocabulary; ValueError for more than one dimension.
         """
         values = checked_ids(ids, self._vocab_size, self.model_path)
-        return str(self._tokenizer.decode(values, skip_special_tokens=False))
+        return self._library.decode(values)
 
     def token_id(self, literal: str, /) -> int | None:
         """Return the id of one token by its literal, such as "<|endoftext|>"; None if there is none."""
-        token_id: int | None = self._tokenizer.token_to_id(literal)
-        return token_id
+        return self._library.token_id(literal)
 
     def token(self, token_id: int, /) -> str:
         """Return the vocabulary's token for an id; "" for an id without a token."""
-        return str(self._tokenizer.id_to_token(token_id) or "")
+        return self._library.token(token_id) or ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path and the sha256 to compare, without the library's object."""
@@ -216,21 +206,21 @@ class HuggingFaceTokenizer:
             raise changed(self.model_path)
         return raw
 
-    def _ids_of(self, texts: list[str], tokenizer: Any) -> list[NDArray[np.int32]]:
-        # Unlike `encode`, it lets other threads of Python work meanwhile, and it computes no offsets.
-        encoded = self._encoded(texts, tokenizer.encode_batch_fast)
-        return [np.array(each.ids, np.int32) for each in encoded]
+    def _ids_of(self, texts: list[str], library: Library) -> list[NDArray[np.int32]]:
+        return self._tried(library.ids, texts)
 
-    def _encoded(self, texts: list[str], encode_batch: Callable[..., list[Any]]) -> list[Any]:
+    def _tried(self, encode: Callable[[list[str]], T], texts: list[str]) -> T:
         try:
-            return encode_batch(texts, add_special_tokens=False)
+            return encode(texts)
+        except ImportError:
+            raise
         except TypeError as error:
             refuse_surrogates(texts, error)
             raise
         except BaseException as error:
             if not is_of_library(error):
                 raise
-            why = f"{self.model_path}: cannot encode a text ({str(error)[:_SHOWN]!a})"
+            why = f"{self.model_path}: cannot encode a text ({str(error)[:SHOWN]!a})"
             raise TokenizerError(why) from error
 
     def _first_control_id(self, arrays: list[NDArray[np.int32]]) -> int | None:
@@ -245,7 +235,7 @@ class HuggingFaceTokenizer:
         text = f"{self.model_path}: has no plain encoding of {self.token(token_id)!a}{of_eos}"
         return SourceError(text, code="E305")
 
-    def _with_other_names(self) -> Any:
+    def _with_other_names(self) -> Library:
         """Return a tokenizer with the same ids, but with other names for the control tokens in its vocabulary."""
         content = json.loads(self._read())
         vocab = content["model"]["vocab"]
@@ -256,18 +246,17 @@ class HuggingFaceTokenizer:
             content["model"]["vocab"] = [[names.get(token, token), score] for token, score in vocab]
         if (unk := content["model"].get("unk_token")) in names:
             content["model"]["unk_token"] = names[unk]
-        there = self._tokenizer.model.token_to_id
         content["added_tokens"] = [
             token
             for token in content["added_tokens"]
-            if token["content"] not in names or there(token["content"]) is None
+            if token["content"] not in names or not self._library.in_model(token["content"])
         ]
         try:
-            plain = _plain(json.dumps(content).encode(), self.model_path)
+            plain = opened(json.dumps(content).encode(), self.model_path, plain=True)
         except CacheError as error:  # merges make the token: an ordinary word is EOS
             made = (each for each in sorted(self._control_ids) if f"`{self.token(each)}`" in str(error.__cause__))
             raise self._no_plain(next(made, min(self._control_ids))) from error
-        text = {token.content: token_id for token_id, token in plain.get_added_tokens_decoder().items()}
+        text = {literal: token_id for token_id, (literal, _) in plain.added.items()}
         if any(self.token_id(token) != token_id for token, token_id in text.items() if token not in names):
             raise SourceError(f"{self.model_path}: has no plain encoding of its special tokens", code="E305")
         return plain
@@ -299,103 +288,6 @@ class HuggingFaceTokenizer:
         return found
 
 
-def _open(raw: bytes, where: str) -> tuple[Any, Any]:
-    """Return the library's tokenizer, without truncation, padding and dropout, and apart from it its post-processor."""
-    from tokenizers import Tokenizer
-
-    if missing := [name for name in ("from_buffer", "encode_batch_fast") if not hasattr(Tokenizer, name)]:
-        raise ImportError(
-            f"tokenizers {version('tokenizers')} is not supported: its Tokenizer has no {' and no '.join(missing)}. "
-            "Install one that is: pip install 'tokenizers>=0.22,<0.24'"
-        )
-    try:
-        tokenizer = Tokenizer.from_buffer(raw.removeprefix(BYTE_ORDER_MARK))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        if getattr(tokenizer.model, "dropout", None) is not None:
-            tokenizer.model.dropout = None
-        _refuse_growth(tokenizer, where)
-        post_processor = tokenizer.post_processor
-        tokenizer.post_processor = None  # even without its special tokens, one could leave out or repeat a text
-    except BaseException as error:
-        if not is_of_library(error) or isinstance(error, CacheError):
-            raise
-        found = f"is damaged, or of an unknown form ({str(error)[:_SHOWN]!a})"
-        raise CacheError(where, found, _EXPECTED, code="E403") from error
-    return tokenizer, post_processor
-
-
-def _refuse_growth(tokenizer: Any, where: str) -> None:
-    """Refuse a file whose steps are too many, or make a long text of a short one and so could fill the memory."""
-    for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
-        if (part := getattr(tokenizer, name)) is None:
-            continue
-        state = part.__getstate__()
-        steps = _steps_of(json.loads(state))
-        growth, size = _growth_of(steps), len(state) if name == "post_processor" else 0
-        if len(steps) > _MOST_STEPS or growth > _MOST_GROWTH or size > _MAX_TEMPLATE_BYTES:
-            found = f"its {name} of {len(state):,} bytes has {len(steps):,} steps, and may make a text "
-            found += f"{min(growth, 10**9):,} times as long"
-            expected = f"{_MOST_STEPS} steps, {_MOST_GROWTH} times, {_MAX_TEMPLATE_BYTES:,} bytes of a post_processor"
-            raise CacheError(where, found, expected, code="E403")
-
-
-def _steps_of(part: Any) -> list[dict[str, Any]]:
-    """Return the steps of a part such as the normalizer, in order, from nested sequences too."""
-    steps, waiting = [], [part]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict) and "type" in value and value["type"] != "Sequence":
-            steps.append(value)
-        waiting += reversed([*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [])
-    return steps
-
-
-def _growth_of(steps: list[dict[str, Any]]) -> int:
-    """Return the most characters that steps can make of one character, by replacing and prepending.
-
-    A step can lengthen the output of an earlier one only if it searches for one of its characters. A regular expression
-    may match any character, and so may every step after one of another kind, such as NFKC.
-    """
-    # For each step the characters that it wrote (None: any), and how many of them one character has become.
-    written: list[tuple[frozenset[str] | None, int]] = [(None, 1)]
-    for step in steps:
-        content = {"Replace": step.get("content"), "Prepend": step.get("prepend")}.get(step["type"])
-        if not isinstance(content, str):
-            written = [(None, max(grown for _, grown in written))]
-            continue
-        pattern = step.get("pattern")
-        literal = pattern.get("String") if isinstance(pattern, dict) else None
-        each = -(-len(content) // len(literal)) if literal else len(content) + 1  # the pattern may match nothing
-        if isinstance(pattern, dict) and _CONSUMES.fullmatch(str(pattern.get("Regex", ""))):
-            each = len(content)
-        before = max(grown for found, grown in written if not literal or found is None or found & set(literal))
-        written.append((frozenset(content), before * max(1, each)))
-    return max(grown for _, grown in written)
-
-
-def _plain(raw: bytes, where: str) -> Any:
-    tokenizer, _ = _open(raw, where)
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
-
-def is_of_library(error: BaseException) -> bool:
-    """Return whether the library raised an error, not the user by Ctrl-C. Its panics are no subclass of Exception."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _vocab_size(tokenizer: Any, where: str) -> int:
-    ids = tokenizer.get_vocab(with_added_tokens=True).values()
-    largest = max(ids, default=-1)
-    if not 0 <= largest < MAX_OPENED_IDS:
-        found = f"its largest id is {largest:,}" if largest >= 0 else "has no token"
-        raise CacheError(where, found, f"1 to {MAX_OPENED_IDS:,} ids", code="E403")
-    if len(set(ids)) < len(ids):
-        raise CacheError(where, "two of its tokens have the same id", "another id for each token", code="E403")
-    return int(largest) + 1
-
-
 def _said_ids(raw: bytes) -> dict[str, int] | None:
     """Return the ids of the added tokens in the file; None if they cannot be read."""
     at = re.search(rb'"added_tokens"\s*:\s*(?=\[)', raw)
@@ -420,19 +312,10 @@ def _check_added_ids(said: dict[str, int] | None, ids: dict[str, int], where: st
     The library itself numbers added tokens that are not in the model's vocabulary.
     """
     if said is None:
-        raise CacheError(where, "its added_tokens cannot be read", _EXPECTED, code="E403")
+        raise CacheError(where, "its added_tokens cannot be read", EXPECTED, code="E403")
     for content, token_id in said.items():
         if ids.get(content, token_id) != token_id:
             found = f"says that {content!a} has id {token_id}, but it would get {ids[content]}"
             raise CacheError(
                 where, found, "the ids that the library gives; tokens of the vocabulary keep theirs", code="E403"
             )
-
-
-def _unk_id(tokenizer: Any, raw: bytes) -> int | None:
-    """Return the id of the unknown token; for a unigram model it is read from the file, since the library hides it."""
-    if type(tokenizer.model).__name__ == "Unigram":
-        found = _UNK_ID.search(raw)
-        return None if found is None else int(found[1])
-    token = getattr(tokenizer.model, "unk_token", None)
-    return None if token is None else tokenizer.token_to_id(token)

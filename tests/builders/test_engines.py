@@ -1,5 +1,6 @@
 """The bytes of a cache are the same whatever engine encodes, in how many threads or processes, in what batches."""
 
+import json
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
@@ -48,6 +49,7 @@ def built(path, tokenizer, *, batch=0, **arguments):
 def test_a_cache_does_not_depend_on_engine_threads_and_batches(name, tmp_path):
     tokenizer = load_tokenizer(any_tokenizer(name), sentinels="optional")
     reference = built(tmp_path / "reference", tokenizer, engine="reference", num_threads=0)
+    assert json.loads(reference["meta.json"])["compared"]["pieces"] > 50, "whatever engine encodes"
     assert sum(name.endswith(".bin") for name in map(str, reference)) > 2
     for number, (threads, batch) in enumerate([(0, 0), (1, 7), (2, 64)]):
         path = tmp_path / f"fast{number}"

@@ -210,6 +210,19 @@ def test_each_kind_of_bad_partition_is_named_with_its_command(plan, spoil):
         assert held(plan, seal_small(plan)) == total > 30
 
 
+def test_compared_pieces_are_summed_and_a_receipt_of_an_earlier_release_has_none(plan):
+    path = version(plan, 1) / "meta.json"
+    earlier = json.loads(path.read_bytes())
+    del earlier["compared"]
+    path.write_bytes(meta_bytes(earlier))
+    receipts = [json.loads((version(plan, number) / "meta.json").read_bytes()) for number in range(TOTAL)]
+    pieces = [receipt.get("compared", {"pieces": 0})["pieces"] for receipt in receipts]
+    assert pieces[1] == 0 and 0 < pieces[0] <= sum(receipts[0]["docs"].values())
+    seal_small(plan)
+    compared = json.loads((plan.path / "meta.json").read_bytes())["compared"]
+    assert compared["pieces"] == sum(pieces) and 1 / compared["finds_one_in"] > 3 / sum(pieces) * 0.9
+
+
 FORGED = [
     (("totals", "x_tokens"), "a"),
     (("docs", "x"), "a"),

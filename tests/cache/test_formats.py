@@ -151,6 +151,7 @@ def test_a_pretrain_meta_json_says_this(pretrain):
         **COMMON_META,
         "kind": "pretrain",
         "noticed": {},
+        "compared": {"pieces": 2, "finds_one_in": 1},
         "roundtrip": {"texts": 2, "differ": 0},
         "split_rule": BUDGET_RULE,
         "shard_bytes": 4,

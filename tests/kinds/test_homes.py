@@ -132,7 +132,7 @@ def test_a_folder_that_is_left_behind_is_no_package(tmp_path, monkeypatch):
 
 def test_the_table_names_what_is_there():
     for home in homes():
-        places = [place for place in (home.commands, home.recipes, home.assets) if place]
+        places = [place for place in (*home.commands.values(), home.recipes, home.assets) if place]
         assert all(map(loaded, places)), home.package
         assert not home.recipes or tuple(loaded(home.recipes).recipes) == home.keys
     assert len(list(homes())) == len(HOMES) == 3

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import dagster as dg
@@ -45,13 +46,26 @@ def events(home, monkeypatch):
         }
 
 
+def processes_of_steps(home, monkeypatch):
+    """Return the process ids of the steps of all runs, each step's own."""
+    monkeypatch.chdir(home)
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        logs = [record.dagster_event for run in instance.get_runs() for record in instance.all_logs(run.run_id)]
+        return {event.step_key: event.pid for event in logs if event and event.event_type_value == "STEP_START"}
+
+
 @pytest.mark.slow
-def test_the_command_of_the_readme_builds_exactly_the_sft_caches(home, monkeypatch):
+@pytest.mark.parametrize("in_process", [False, True])
+def test_the_command_of_the_readme_builds_exactly_the_sft_caches(home, monkeypatch, in_process):
     chats = [{"prompt": f"What is {number} plus 1?", "response": f"{number + 1}."} for number in range(30)]
     (home / "chats.json").write_text(json.dumps(chats))
     (home / "sources.toml").write_text('[sft.support]\nfiles = "chats.json"\nattribution = "The support team"\n')
-    done = shell(home, "DAGSTER_MODULE_NAME=pipelines.definitions dagster asset materialize --select sft/*")
+    config = """ --config-json '{"execution": {"config": {"in_process": true}}}'""" if in_process else ""
+    command = "DAGSTER_MODULE_NAME=pipelines.definitions dagster asset materialize --select sft/*"
+    done = shell(home, command + config)
     assert done.returncode == 0, done.stderr
+    processes = processes_of_steps(home, monkeypatch)
+    assert len(set(processes.values())) == (1 if in_process else len(processes))
     names = ("dolly15k", "oasst1", "support")
     states = events(home, monkeypatch)
     assert len(states.pop("tokenizer")) >= 1, "which the caches' steps have made"
@@ -77,6 +91,39 @@ def test_the_definitions_validate_without_any_environment_variable(home):
     done = shell(home, "dagster definitions validate")
     assert done.returncode == 0, done.stderr
     assert "Validation successful for code location niels_gpt" in done.stderr + done.stdout
+
+
+SERVER = """
+import json, multiprocessing, os, sys
+from pathlib import Path
+from pipelines.definitions import PRELOADED
+
+def look(pipe):  # in a process that the server has forked
+    threads = [Path(task, "comm").read_text().strip() for task in Path(f"/proc/{os.getppid()}/task").iterdir()]
+    cuda = "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()
+    pipe.send([threads, cuda, [name for name in PRELOADED if name not in sys.modules]])
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED])
+    for _ in range(2):
+        ours, its = context.Pipe()
+        process = context.Process(target=look, args=(its,))
+        process.start()
+        print(json.dumps(ours.recv()))
+        process.join()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted in /proc")
+def test_the_server_that_forks_the_steps_has_the_modules_and_neither_a_thread_nor_cuda(home):
+    (home / "server.py").write_text(SERVER)
+    done = shell(home, "python server.py")
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        threads, has_cuda, missing = json.loads(line)
+        assert len(threads) == 1, threads
+        assert not has_cuda and not missing
 
 
 @pytest.mark.slow

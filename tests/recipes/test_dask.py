@@ -26,8 +26,8 @@ from niels_gpt.recipes.dask import obstacle
 from niels_gpt.recipes.home_recipes import units_of
 from niels_gpt.recipes.plan import every_recipe
 from niels_gpt.recipes.units import Units, build_token_cache
-from niels_gpt.settings import Settings, UsageError
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError, UsageError
 
 needs_dask = pytest.mark.skipif(find_spec("distributed") is None, reason="needs the extra dask")
 KEY, TARGETS = "pretrain/notes", "eagle3/targets"

@@ -6,7 +6,8 @@ import pytest
 from support.errors import refused
 
 from niels_gpt.recipes.user_sources import stated_credit, text_suffixes, user_sources
-from niels_gpt.settings import Settings, UsageError
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,9 @@ from niels_gpt.recipes.records import cache_root
 from niels_gpt.recipes.request import restart
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.units import Units, build_token_cache
-from niels_gpt.settings import Settings, UsageError
+from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import UsageError
 from niels_gpt.storage.remedies import build_command
 
 TOTAL = 4

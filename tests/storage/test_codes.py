@@ -8,8 +8,9 @@ import warnings
 import pytest
 from support import ROOT
 
+from niels_gpt.commands.doctor import explained
 from niels_gpt.storage import errors
-from niels_gpt.storage.codes import CodedWarning, code_of, codes, explained
+from niels_gpt.storage.codes import CodedWarning, code_of, codes
 from niels_gpt.storage.errors import CacheError, SourceError
 from tools import errors_page
 
@@ -131,6 +132,7 @@ BASES = {
     "TokenizerNotFound": (FileNotFoundError, "E401"),
     "TreeError": (ValueError, "E801"),
     "TreeTypeError": (TypeError, "E801"),
+    "UsageError": (ValueError, "E101"),
     "VocabularyError": (ValueError, "E707"),
     "WorkerDied": (RuntimeError, "E506"),
 }

@@ -101,7 +101,8 @@ def _restored():
 def every_command(group=ROOT, *names):
     """Every command of niels-gpt, by its name in words."""
     found = {}
-    for name, command in group.commands.items():
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
         if isinstance(command, click.Group):
             found |= every_command(command, *names, name)
         else:
@@ -125,7 +126,7 @@ def parse(*argv, module=""):
     """Parse the arguments of niels-gpt, or of `python -m MODULE`, without running anything."""
     command = FACES[module]
     while isinstance(command, click.Group):
-        command, argv = command.commands[argv[0]], argv[1:]
+        command, argv = command.get_command(None, argv[0]), argv[1:]
     return command.make_context(command.name, list(argv))
 
 

@@ -8,8 +8,9 @@ from niels_gpt import encoding
 from niels_gpt.tokenizers import engine, probes
 from niels_gpt.tokenizers.gigatoken import GigatokenEngine, Memory, process_size
 
-FIRST_COMPARED = engine.FIRST_COMPARED
-"""So many documents at the beginning are all compared with the reference."""
+FIRST_COMPARED, PIECE_BYTES, ONE_COMPARED_OF = engine.FIRST_COMPARED, engine.PIECE_BYTES, engine.ONE_COMPARED_OF
+"""So many texts at the beginning are all compared with the reference, in pieces of so many bytes, and one of so many
+pieces of the others."""
 
 
 def gigatoken(tokenizer, **how):
@@ -22,9 +23,9 @@ def compared(fast, tokenizer):
     return engine.ComparedEngine(fast, engine.ReferenceEngine(tokenizer), tokenizer)
 
 
-def locks_of(compared_engine, fast):
-    """Return the locks that encoding takes, by process."""
-    return compared_engine._counting, fast._reopening
+def locks_of(fast):
+    """Return the lock that encoding takes, by process."""
+    return fast._reopening
 
 
 @contextmanager

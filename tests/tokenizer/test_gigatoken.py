@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from support import LONG, TESTS, engines
 from support.byte_tokenizer import ByteTokenizer
-from support.engines import FIRST_COMPARED
+from support.engines import FIRST_COMPARED, ONE_COMPARED_OF, PIECE_BYTES
 from support.errors import refused
 from support.made_tokenizers import MADE, REAL, SMALL, any_tokenizer, made_tokenizer, sample_texts, write_tokenizer
 from support.tiny_texts import TINY_TEXTS
@@ -29,7 +29,7 @@ from support.tiny_texts import TINY_TEXTS
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer
-from niels_gpt.tokenizers.engine import EngineDifference, open_engine
+from niels_gpt.tokenizers.engine import EngineDifference, compared_keys, num_compared, open_engine
 
 pytest.importorskip("gigatoken", reason="needs the extra fast")
 
@@ -50,12 +50,11 @@ def llama():
 
 
 def assert_ids_of_reference(tokenizer, texts):
-    """Compare all texts; the engine itself compares a share of them only, from FIRST_COMPARED on."""
     engine, reference = open_engine(tokenizer, "gigatoken"), open_engine(tokenizer, "reference")
     assert engine.name == "gigatoken"
     for at in range(0, len(texts), 512):
         part = texts[at : at + 512]
-        found, expected = engine.encode(part, first=FIRST_COMPARED), reference.encode(part, first=0)
+        found, expected = engine.encode(part, first=0), reference.encode(part, first=0)
         assert all(map(np.array_equal, found, expected))
         assert found[1].dtype == np.int64 and found[0].dtype.kind in "iu"
 
@@ -303,50 +302,72 @@ def word(llama):
     return (left + right).replace("\u0120", " ")
 
 
+def digests_of(texts):
+    """Return digests that choose no text; the first ones of a stream are compared all the same."""
+    return np.zeros(len(texts), dtype=np.uint64)
+
+
 def test_a_difference_names_the_document_the_tokens_and_the_text(different, word):
     texts = [b"A heron walks.", b"An otter.", f"One, two,{word} and more".encode(), f"Again{word}".encode()]
-    different.encode(texts[:2], first=0)
+    different.compare(texts[:2], digests_of(texts[:2]), first=0)
     with refused("E410", kind=EngineDifference) as caught:
-        different.encode(texts, first=40)
+        different.compare(texts, digests_of(texts), first=40)
     assert caught.value.number == 42
     message = str(caught.value)
     assert "gigatoken and tokenizers differ at token" in message and word.strip()[:4] in message
     assert "--engine reference" in caught.value.remedy
 
 
-@pytest.mark.slow
-def test_the_first_thousand_and_a_share_of_the_others_are_compared(different, word):
+def test_the_first_hundred_texts_and_a_share_of_the_pieces_are_compared(different, word):
     texts = [f"{number}{word} and so on".encode() for number in range(4000)]
+    digests = np.arange(1, 4001, dtype=np.uint64) * np.uint64(ONE_COMPARED_OF) - np.uint64(2)
+    digests[::1000] += np.uint64(1)  # the highest remainder chooses a text of one piece
 
-    def stopped(first, part):
+    def stopped(first, start, stop):
         try:
-            different.encode(part, first=first)
+            different.compare(texts[start:stop], digests[start:stop], first=first)
         except EngineDifference as error:
-            return error.number
+            return error.number - first + start
         return None
 
-    assert stopped(FIRST_COMPARED - 1, texts[:1]) == FIRST_COMPARED - 1
-    one_by_one = [at for at, text in enumerate(texts) if stopped(FIRST_COMPARED + at, [text]) is not None]
-    assert 20 <= len(one_by_one) <= 60, "one of a hundred"
-    assert stopped(FIRST_COMPARED, texts) == FIRST_COMPARED + one_by_one[0], "batches do not change which ones"
+    assert stopped(FIRST_COMPARED - 1, 1, 2) == 1
+    assert [stopped(FIRST_COMPARED, at, at + 1) for at in (0, 1, 999, 1000, 1001)] == [0, None, None, 1000, None]
+    assert stopped(FIRST_COMPARED, 1, 4000) == 1000, "batches do not change which ones"
     with ThreadPoolExecutor(4) as threads:
-        numbers = threads.map(lambda at: stopped(5000 + at, texts[at : at + 100]), range(0, 4000, 100))
-        first_of_each = {number - 5000 for number in numbers if number is not None}
-    assert first_of_each == {
-        min(at for at in one_by_one if at // 100 == part) for part in {at // 100 for at in one_by_one}
-    }
+        numbers = threads.map(lambda at: stopped(5000, at, at + 100), range(0, 4000, 100))
+        assert {number for number in numbers if number is not None} == {0, 1000, 2000, 3000}
 
 
-def test_a_long_text_is_compared_in_pieces(different, word):
-    """The reference takes up to 130 times a text's size in memory."""
-    compared, long = different.num_compared, b"A heron walks by the mill.\n" * 80_000
+def test_a_long_text_is_compared_in_small_pieces_from_all_over_it(different, word):
+    """For equal work many texts show more than a few whole ones, and the reference takes up to 130 times a text's size
+    in memory."""
+    long = "A heron w\u00e4lks by the mill.\n".encode() * 90_000
+    pieces = -(-len(long) // PIECE_BYTES)
     with engines.texts_of_the_reference() as sizes:
-        ids, lengths = different.encode([b"short", long, b"too"], first=3)
-        assert lengths.sum() == len(ids) and different.num_compared == compared + 3
-        assert max(sizes) <= 1 << 20 and sum(sizes) == len(long) + 8
-        with refused("E410", kind=EngineDifference) as caught:
-            different.encode([b"short", long + word.encode()], first=3)
-    assert caught.value.number == 4 and max(sizes) <= 1 << 20
+        for at in range(0, ONE_COMPARED_OF * pieces, 997 * ONE_COMPARED_OF // 3):  # whatever piece the digest names
+            different.compare([b"short", long], np.array([1, at], dtype=np.uint64), first=FIRST_COMPARED)
+    assert len(sizes) > 5 and min(sizes) >= PIECE_BYTES - 4 and max(sizes) <= 2 * PIECE_BYTES + 8
+    last = np.array([(pieces - 1) * ONE_COMPARED_OF], dtype=np.uint64)
+    with refused("E410", kind=EngineDifference) as caught:
+        different.compare([long + word.encode()], last, first=700)
+    assert caught.value.number == 700
+
+
+def test_the_number_of_pieces_is_their_share_whatever_the_sizes():
+    generator = np.random.default_rng(0)
+    for size in (1, 900, PIECE_BYTES, 30_000, 5_000_000):
+        digests = generator.integers(0, 1 << 64, 200_000, dtype=np.uint64, endpoint=False)
+        counts = num_compared(np.full(len(digests), size), digests, np.arange(100, 200_100))
+        expected = len(digests) * -(-size // PIECE_BYTES) / ONE_COMPARED_OF
+        assert counts.sum() == pytest.approx(expected, abs=5 * expected**0.5)
+    none = np.zeros(3, dtype=np.uint64)
+    assert num_compared(np.array([0, 1, 1]), none, np.array([98, 99, 100])).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(("num_pieces", "rate"), [(0, None), (100, 33), (2995, 1000), (29_956, 10_000)])
+def test_meta_says_which_rate_of_faults_so_many_pieces_find(num_pieces, rate):
+    assert compared_keys(num_pieces) == {"pieces": num_pieces, "finds_one_in": rate}
+    assert rate is None or 1 - (1 - 1 / rate) ** num_pieces == pytest.approx(0.95, abs=0.005)
 
 
 def test_the_texts_of_the_opening_do_not_depend_on_chance(llama):
@@ -379,15 +400,14 @@ def test_a_process_encodes_after_a_fork_and_after_pickling(llama, method):
 def test_a_process_is_not_stopped_by_a_lock_that_was_held_at_the_fork(llama):
     fast = engines.gigatoken(llama, max_growth=0)
     engine = engines.compared(fast, llama)
-    for lock in engines.locks_of(engine, fast):
-        lock[os.getpid()] = held = threading.Lock()
-        held.acquire()
+    engines.locks_of(fast)[os.getpid()] = held = threading.Lock()
+    held.acquire()
     reopened = fast.times_reopened
     child = os.fork()
     if child == 0:
         signal.alarm(30)
         engine.encode([b"word " * 400_000], first=0)
-        os._exit(0 if (engine.num_compared, fast.times_reopened > reopened) == (1, True) else 1)
+        os._exit(0 if fast.times_reopened > reopened else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -6,11 +6,10 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from niels_gpt.cache import joining, joining_chats
 from niels_gpt.cache.documents import (
     bounds,
     id_lines,
@@ -40,8 +39,6 @@ from niels_gpt.display.decoded import decoded_text
 from niels_gpt.display.numbers import count_text, many, number_of, share_text, size_text
 from niels_gpt.engine.losses import loss_table
 from niels_gpt.engine.meta import BUILDER_VERSIONS
-from niels_gpt.engine.split import asked_share
-from niels_gpt.engine.units import UnitKind
 from niels_gpt.kinds.checks import BUDGET_REACHED, FILES, TOKENIZER_MATCHES, warnings_of
 from niels_gpt.kinds.files import HEADER_BYTES, Damage, FileChecks
 from niels_gpt.kinds.kind import Cache, Card, Finding, Held, Kind, Limits, Page, Rows
@@ -52,6 +49,9 @@ from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import open_regular, path_inside, wrong_value
 from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
+
+if TYPE_CHECKING:
+    from niels_gpt.engine.units import UnitKind
 
 _CHUNK = 1 << 20  # examples whose first ids are checked at a time
 _NUMBERS = 1 << 16  # bounds that are Python numbers at a time
@@ -294,17 +294,6 @@ class PretrainKind(Tokens):
     unit = "document"
     keys = ("pretrain/",)
     families: ClassVar[Mapping[str, str]] = {"pretrain": "niels_gpt.recipes.documents:PRETRAIN"}
-    units = UnitKind(
-        name="pretrain",
-        same=joining.SAME,
-        examine=partial(examined_unit, joining.check_receipt),
-        items=lambda meta: sum(meta["docs"][split] for split in SPLITS),
-        read="documents_read",
-        join=joining.join,
-        warn=joining.warn_of_whole,
-        mend=joining.mend,
-        units_at=joining.units_at,
-    )
     builds_alone = True
     builder_version = BUILDER_VERSIONS["pretrain"]
     checks = (*_TOKENS, BUDGET_REACHED, *warnings_of("documents"))
@@ -323,6 +312,24 @@ class PretrainKind(Tokens):
         "A token cache for pretraining: documents as token ids, in files without headers",
         _opened("niels_gpt.sampling", "EpochStream", '"FOLDER/{split}", T=1024, global_batch_size=8, seed=0'),
     )
+
+    @cached_property
+    def units(self) -> UnitKind:
+        """How to examine partitions, and join them. The engine is loaded here."""
+        from niels_gpt.cache import joining
+        from niels_gpt.engine.units import UnitKind
+
+        return UnitKind(
+            name="pretrain",
+            same=joining.SAME,
+            examine=partial(examined_unit, joining.check_receipt),
+            items=lambda meta: sum(meta["docs"][split] for split in SPLITS),
+            read="documents_read",
+            join=joining.join,
+            warn=joining.warn_of_whole,
+            mend=joining.mend,
+            units_at=joining.units_at,
+        )
 
     def _open(self, folder: Path, meta: Meta, split: str) -> None:
         _open_split(folder, meta, split)
@@ -354,15 +361,6 @@ class SftKind(Tokens):
     unit = "example"
     keys = ("sft/",)
     families: ClassVar[Mapping[str, str]] = {"sft": "niels_gpt.recipes.chats:SFT"}
-    units = UnitKind(
-        name="sft",
-        same=joining_chats.SAME,
-        examine=partial(examined_unit, joining_chats.check_receipt),
-        items=lambda meta: sum(meta["totals"][f"{split}_examples"] for split in SPLITS),
-        read="examples_read",
-        join=joining_chats.join,
-        warn=joining_chats.warn_of_whole,
-    )
     builder_version = BUILDER_VERSIONS["sft"]
     checks = (
         *_TOKENS,
@@ -385,6 +383,22 @@ class SftKind(Tokens):
         "A token cache of chats, and which of their tokens carry loss",
         _opened("niels_gpt.sampling", "SFTStream", '"FOLDER", split="{split}", T=1024, global_batch_size=8, seed=0'),
     )
+
+    @cached_property
+    def units(self) -> UnitKind:
+        """How to examine partitions, and join them. The engine is loaded here."""
+        from niels_gpt.cache import joining_chats
+        from niels_gpt.engine.units import UnitKind
+
+        return UnitKind(
+            name="sft",
+            same=joining_chats.SAME,
+            examine=partial(examined_unit, joining_chats.check_receipt),
+            items=lambda meta: sum(meta["totals"][f"{split}_examples"] for split in SPLITS),
+            read="examples_read",
+            join=joining_chats.join,
+            warn=joining_chats.warn_of_whole,
+        )
 
     def _check_sentinels(self, folder: Path, meta: Meta) -> None:
         if not has_loss_bits(meta):
@@ -427,6 +441,15 @@ def _numbers(values: Any) -> Iterator[int]:
 # --- stats ------------------------------------------------------------------------------------------------------------
 
 
+def _compared(meta: Mapping[str, Any]) -> Rows:
+    """Return how much of a fast engine's work was compared; [] for a cache of an earlier release."""
+    compared = meta.get("compared")
+    pieces, rate = map(compared.get, ("pieces", "finds_one_in")) if isinstance(compared, Mapping) else (None, None)
+    if type(pieces) is not int or type(rate) is not int:
+        return []
+    return [("ids compared", f"{pieces:,} pieces, which find with 95 % a fault in one of {rate:,}")]
+
+
 def _rows(cache: Cache, unit: str) -> Rows:
     folder, meta, source, unknown = cache.folder, cache.meta, cache.meta["source"], "not stated"
     reason = refusal(folder)
@@ -444,7 +467,7 @@ def _rows(cache: Cache, unit: str) -> Rows:
     rows += of_partitions(meta)
     rows.append(("dropped", _dropped(meta, unit)))
     rows.append(("duplicates", _duplicates(meta)))
-    rows += [*of_loader(meta), *loss_table(meta).items()]
+    rows += [*of_loader(meta), *loss_table(meta).items(), *_compared(meta)]
     rows += warned_of(meta)
     if unit == "document" and meta["built"]:
         names = sentinel_names(folder, meta)
@@ -476,6 +499,8 @@ _BUILT = {True: "built", False: "not built", "partial": "partial"}
 
 
 def _split_line(folder: Path, meta: dict[str, Any], split: str, unit: str) -> str:
+    from niels_gpt.engine.split import asked_share
+
     tokens, sizes = meta["totals"][f"{split}_tokens"], lengths(folder, meta, split)
     if (of := spread(sizes)) is None:
         return "empty"

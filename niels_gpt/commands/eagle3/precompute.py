@@ -16,9 +16,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
-from rich_click import RichOption
 
-from niels_gpt.commands.console import ERRORS, Command, ExitCode, Result, is_color_wanted, progress_bar, run, say
+from niels_gpt.commands.console import (
+    ERRORS,
+    Command,
+    ExitCode,
+    Option,
+    Result,
+    is_color_wanted,
+    progress_bar,
+    run,
+    say,
+)
 from niels_gpt.recipes.eagle3.options import GROUPS, Options, TargetOptions, flag_name
 from niels_gpt.settings import Settings, usable_cores
 
@@ -202,8 +211,8 @@ def flags_of(options: type[TargetOptions], dry_run: str) -> list[click.Parameter
     """Return a flag for each option with a group, in the order of GROUPS. dry_run: help of --dry-run."""
     found = [_flag(each) for group in GROUPS for each in fields(options) if each.metadata["group"] == group]
     text = "where sources are read: hub, sample, or the folder of a mirror"
-    root = RichOption(["--source-root"], default=Settings().source_root, metavar="ROOT", help=text, panel=GROUPS[0])
-    return [*found, root, RichOption(["--dry-run"], is_flag=True, help=dry_run, panel=GROUPS[-1])]
+    root = Option(["--source-root"], default=Settings().source_root, metavar="ROOT", help=text, panel=GROUPS[0])
+    return [*found, root, Option(["--dry-run"], is_flag=True, help=dry_run, panel=GROUPS[-1])]
 
 
 def options_of(given: dict[str, Any], options: type[AnyOptions]) -> AnyOptions:
@@ -221,7 +230,7 @@ def options_of(given: dict[str, Any], options: type[AnyOptions]) -> AnyOptions:
         raise click.UsageError(str(error), click.get_current_context()) from error
 
 
-def _flag(each: Field[Any]) -> RichOption:
+def _flag(each: Field[Any]) -> Option:
     how = dict(each.metadata["flag"])
     if "choices" in how:
         how["type"] = click.Choice(how.pop("choices"))
@@ -233,7 +242,7 @@ def _flag(each: Field[Any]) -> RichOption:
         how["is_flag"] = True
     elif each.default not in (None, MISSING):
         how["default"] = each.default
-    return RichOption([flag_name(each.name)], help=each.metadata["help"], panel=each.metadata["group"], **how)
+    return Option([flag_name(each.name)], help=each.metadata["help"], panel=each.metadata["group"], **how)
 
 
 class _Precompute(Command):
@@ -249,7 +258,7 @@ PRECOMPUTE = _Precompute(
     callback=_precompute,
     params=[
         *flags_of(Options, "print sizes and free space, and stop; exit code 1 if it does not fit"),
-        RichOption(["--part"], metavar="i/N", hidden=True, help="the earlier name: --partitions N --partition i - 1"),
+        Option(["--part"], metavar="i/N", hidden=True, help="the earlier name: --partitions N --partition i - 1"),
     ],
     help="Run a large model over chats once, and store its outputs for training EAGLE-3 drafts.\n\n"
     "A draft is a small model that proposes tokens for a large one, the target, to check. It learns from the target's "

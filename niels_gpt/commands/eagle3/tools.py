@@ -16,9 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
-from rich_click import argument, option
 
-from niels_gpt.commands.console import ERRORS, Command, ExitCode, Group, Result, progress_bar, run, say
+from niels_gpt.commands.console import (
+    ERRORS,
+    Command,
+    ExitCode,
+    Group,
+    Result,
+    argument,
+    option,
+    progress_bar,
+    run,
+    say,
+)
 from niels_gpt.commands.console import command as any_command
 from niels_gpt.commands.eagle3.precompute import PRECOMPUTE
 from niels_gpt.commands.eagle3.respond import respond
@@ -26,9 +36,8 @@ from niels_gpt.commands.partitions import seal_folder
 from niels_gpt.display.pictures import check_png
 from niels_gpt.display.tables import folded, table
 from niels_gpt.eagle3.inspect.checks import RECOMPUTED
-from niels_gpt.settings import UsageError
 from niels_gpt.storage.checks import Verdict
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, UsageError
 from niels_gpt.storage.meta_json import printable
 
 if TYPE_CHECKING:
@@ -583,14 +592,12 @@ def export(cache: Path, out: Path, follow_links: bool, tool: str) -> Result:
 
 COMMANDS: list[Command] = [verify, inspect, stats, convert, redraft, seal, join, import_, export, respond]
 FACE = Group("eagle3", COMMANDS, help="Check, print and convert EAGLE-3 caches; read and write other tools' files.")
-ROOT_COMMANDS = [
-    Group(
-        "eagle3",
-        [PRECOMPUTE, *COMMANDS],
-        help="Store a large model's outputs to train EAGLE-3 drafts; check and convert such caches.",
-    )
-]
-"""Commands that niels-gpt takes from this package."""
+EAGLE3 = Group(
+    "eagle3",
+    [PRECOMPUTE, *COMMANDS],
+    help="Store a large model's outputs to train EAGLE-3 drafts; check and convert such caches.",
+)
+"""The group of niels-gpt."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

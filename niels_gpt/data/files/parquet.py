@@ -344,7 +344,7 @@ class _Groups:
             usual = sum(_bytes_of(batch.column(name)) for name in dense) // max(batch.num_rows, 1)
             sizes: NDArray[np.int64] = np.full(batch.num_rows, usual)
             for name in in_codes:
-                sizes += _lengths(batch.column(name)).fill_null(0).to_numpy(zero_copy_only=False)
+                sizes += _lengths(batch.column(name))
             ends, start, before = np.cumsum(sizes), 0, 0
             while start < len(ends):
                 stop = max(start + 1, int(np.searchsorted(ends, before + most, "right")))
@@ -424,9 +424,13 @@ def _expanded(batch: Any, coded: list[str]) -> Any:
     return pa.RecordBatch.from_arrays(values, names=names)
 
 
-def _lengths(column: Any) -> Any:
-    """Return the bytes of each text of a dictionary-coded column, as an arrow array."""
-    return pc.binary_length(column.dictionary).cast(pa.int64()).take(column.indices)
+def _lengths(column: Any) -> NDArray[np.int64]:
+    """Return the bytes of each text of a dictionary-coded column, int64 [rows]; 0 for null."""
+    lengths = pc.binary_length(column.dictionary).cast(pa.int64()).take(column.indices)
+    if lengths.null_count:
+        lengths = lengths.fill_null(0)
+    # Not fill_null in any case, nor to_numpy: arrow imports pandas for them.
+    return np.frombuffer(lengths.buffers()[1], np.int64, len(lengths), 8 * lengths.offset)
 
 
 def _size_of(batch: Any) -> int:
@@ -439,7 +443,7 @@ def _bytes_of(array: Any, of_list: int = 0) -> int:
     of_list: bytes that a list or struct counts as, beside its values. A value counts as one byte at least.
     """
     if pa.types.is_dictionary(array.type) and _is_text(array.type.value_type):
-        return int(pc.sum(_lengths(array)).as_py() or 0)
+        return int(_lengths(array).sum())
     if pa.types.is_struct(array.type):
         return of_list * len(array) + sum(_bytes_of(field, of_list) for field in array.flatten())
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):

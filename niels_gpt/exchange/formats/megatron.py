@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder, read_pieces
-from niels_gpt.exchange.formats.listing import checked_ends, chunked, listed, numbers, too_long
+from niels_gpt.exchange.formats.listing import checked_ends, chunked, listed, too_long
 from niels_gpt.exchange.output import Output, TokenCache
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import open_regular
@@ -122,13 +122,16 @@ def _checked_header(index: Path, noticed: Counter[str]) -> _Header:
 
 def _ends(index: Path, header: _Header, tokens: int, noticed: Counter[str] | None = None) -> NDArray[np.int64]:
     """Return where documents end, in tokens. Raises: CacheError E221 unless sequences lie end to end."""
-    count, offset = header.sequences, _HEADER.size
-    lengths = numbers(index, "<i4", offset, count)
-    ends = np.cumsum(lengths)
-    pointers = numbers(index, "<i8", offset + 4 * count, count)
+    count = header.sequences
+    with open(open_regular(index), "rb") as file:
+        file.seek(_HEADER.size)
+        sizes = ("<i4", count), ("<i8", count), ("<i8", header.documents + 1)
+        lengths, pointers, borders = (np.fromfile(file, dtype, count=size) for dtype, size in sizes)
+    if len(borders) <= header.documents:
+        raise CacheError(index, "ends while it is read", f"{header.documents + 1:,} borders", code="E203")
+    ends = np.cumsum(lengths, dtype=np.int64)
     if np.any(lengths < 0) or np.any(pointers != np.dtype(header.dtype).itemsize * (ends - lengths)):
         raise CacheError(index, "sequences that do not lie end to end in the .bin file", code="E221")
-    borders = numbers(index, "<i8", offset + 12 * count, header.documents + 1)
     if borders[0] != 0 or borders[-1] != count or np.any(np.diff(borders) < 0):
         raise CacheError(index, "borders of documents", f"from 0 to {count:,}, ascending", code="E221")
     return checked_ends(np.append(0, ends)[borders[1:]], tokens, index, noticed)

@@ -232,8 +232,8 @@ class _Arrival:
         """
         wanted = list(records)
         _refuse_without_room(self.work, sum(int(record["bytes"]) - self._arrived(record) for record in wanted))
-        for folder in sorted({path_inside(self.work, str(record["name"])).parent for record in wanted}):
-            fileio.make_dir(folder)
+        for folder in sorted({str(record["name"]).rpartition("/")[0] for record in wanted}):
+            fileio.make_dir(path_inside(self.work, folder) if folder else self.work)
         at_once(self._fetch, wanted, jobs, self.tally)
         self.refuse_if_replaced()
 

@@ -7,7 +7,7 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,13 +20,11 @@ from niels_gpt.display.decoded import decoded_text, runs
 from niels_gpt.display.numbers import many, number_of
 from niels_gpt.display.tables import cut, most_of, shown
 from niels_gpt.engine.meta import BUILDER_VERSIONS
-from niels_gpt.engine.units import UnitKind
 from niels_gpt.kinds.checks import FILES, TOKENIZER_MAY_MATCH, partition_sums, warnings_of
 from niels_gpt.kinds.files import HEADER_BYTES, Damage, FileChecks
 from niels_gpt.kinds.kind import MALFORMED, Cache, Card, Finding, Held, Kind, Limits, Page, Rows
 from niels_gpt.kinds.rows import counted, described, of_loader, of_partitions, parts_by_loss, spread, warned_of
 from niels_gpt.kinds.verify import examined_unit, file_checks
-from niels_gpt.prefix_tree.rollouts import joining
 from niels_gpt.prefix_tree.rollouts.records import PER_TOKEN
 from niels_gpt.storage.checks import Check, Figures
 from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
@@ -34,6 +32,7 @@ from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import file_records, printable, shortened
 
 if TYPE_CHECKING:
+    from niels_gpt.engine.units import UnitKind
     from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
     from niels_gpt.prefix_tree.rollouts.records import Sample
     from niels_gpt.tokenizers.protocol import FullTokenizer
@@ -163,15 +162,6 @@ class RolloutsKind(Kind):
         "rollouts": "niels_gpt.recipes.rollouts:ROLLOUTS",
     }
     built_whole = ("trees/",)
-    units = UnitKind(
-        name="rollouts",
-        same=joining.SAME,
-        examine=partial(examined_unit, joining.check_receipt),
-        items=lambda meta: sum(meta["totals"][f"{split}_groups"] for split in SPLITS),
-        read="groups_read",
-        join=joining.join,
-        warn=joining.warn_of_whole,
-    )
     builder_version = BUILDER_VERSIONS["rollouts"]
     may_lack_vocabulary = True
     has_loss = True
@@ -201,6 +191,22 @@ class RolloutsKind(Kind):
     )
 
     card = Card("A cache of groups of sampled sequences, and which of their tokens carry loss", _reader)
+
+    @cached_property
+    def units(self) -> UnitKind:
+        """How to examine partitions, and join them. The engine is loaded here."""
+        from niels_gpt.engine.units import UnitKind
+        from niels_gpt.prefix_tree.rollouts import joining
+
+        return UnitKind(
+            name="rollouts",
+            same=joining.SAME,
+            examine=partial(examined_unit, joining.check_receipt),
+            items=lambda meta: sum(meta["totals"][f"{split}_groups"] for split in SPLITS),
+            read="groups_read",
+            join=joining.join,
+            warn=joining.warn_of_whole,
+        )
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
         """Compare the tokenizer and the sizes; groups_read opens the index."""

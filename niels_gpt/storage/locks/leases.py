@@ -32,9 +32,8 @@ from secrets import token_hex
 from typing import Any
 
 from niels_gpt.paths import FAMILIES
-from niels_gpt.settings import UsageError
 from niels_gpt.storage import fileio
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, UsageError
 from niels_gpt.storage.fileio import NO_LINK, PathLike
 from niels_gpt.storage.locks.kernel import (
     in_use,
