@@ -39,7 +39,7 @@ from niels_gpt.storage.errors import NoLength, StateError, StreamUseError
 from niels_gpt.storage.meta_json import checked_int, shortened
 
 _MAX_WORKERS = 1024
-_PREPARED = 256  # batches; the first one costs as much as a hundred
+_PREPARED = 256  # batches: the first one costs far more than a further one
 
 B = TypeVar("B")
 Numbers = NDArray[np.int64]

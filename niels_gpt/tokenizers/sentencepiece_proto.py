@@ -1,4 +1,4 @@
-"""The pieces in the bytes of a SentencePiece model: give them another type, or append some, without changing an id.
+"""The bytes of a SentencePiece model: its algorithm; pieces get another type, or are appended, without changing an id.
 
 A model is a protobuf message ModelProto. Its repeated field 1 has the pieces in the order of their ids; fields 1, 2 and
 3 of a piece are its text, score and type. All other fields are kept.
@@ -14,8 +14,20 @@ CONTROL: Final = 3
 USER_DEFINED: Final = 4
 """The type of a piece that its literal in a text always gives."""
 
-_PIECE, _TEXT, _TYPE = 1, 1, 3  # numbers of fields
+_PIECE, _TEXT, _TYPE, _TRAINER, _MODEL_TYPE = 1, 1, 3, 2, 3  # numbers of fields
+_BPE = 2  # the value of _MODEL_TYPE; 1, the default, is unigram
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+
+
+def is_bpe(model: bytes) -> bool:
+    """Return whether a model's algorithm is BPE. Raises: ValueError for a damaged model."""
+    at = 0
+    while at + 1 < len(model) and model[at] == _PIECE << 3 | _BYTES and model[at + 1] < 0x80:  # a short piece
+        at += 2 + model[at + 1]
+    rest = model[at:]
+    trainer = next((rest[value:end] for number, _, value, end in _fields(rest) if number == _TRAINER), b"")
+    kinds = [_read_varint(trainer, value)[0] for number, _, value, _ in _fields(trainer) if number == _MODEL_TYPE]
+    return kinds[-1:] == [_BPE]
 
 
 def with_types(model: bytes, types: Mapping[int, int]) -> bytes:

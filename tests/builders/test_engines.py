@@ -1,6 +1,8 @@
 """The bytes of a cache are the same whatever engine encodes, in how many threads or processes, in what batches."""
 
 import json
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
@@ -75,3 +77,21 @@ def test_special_tokens_as_text_are_the_same_with_both_engines(tmp_path):
     tokenizer = load_tokenizer(any_tokenizer("qwen2"), sentinels="optional")
     trees = [built(tmp_path / each, tokenizer, engine=each, on_special="text") for each in ("gigatoken", "reference")]
     assert trees[0] == trees[1]
+
+
+def test_a_build_without_a_shuffle_imports_nothing_that_takes_longer_than_it(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": sample_texts()}), tmp_path / "a.parquet")
+    program = f"""
+import sys
+from niels_gpt.recipes.plan import recipes
+from niels_gpt.settings import Settings
+settings = Settings(cache_dir={str(tmp_path / "c")!r}, tokenizer={str(any_tokenizer("small qwen2"))!r},
+                    engine="gigatoken", pretrain="a={tmp_path}/a.parquet")
+assert recipes(settings)["pretrain/a"](settings).engine == "gigatoken"
+print(*sorted({{"awkward", "datasets", "pandas", "torch", "transformers"}} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from niels_gpt.tokenizer_training import MAX_PIECE_BYTES, training_pieces
-from niels_gpt.tokenizers.engine import pieces_of
+from niels_gpt.tokenizers.engine import ONE_COMPARED_OF, compared_pieces
 
 LINE = "\n" + "x" * 999  # four of these are exactly 4,000 bytes
 
@@ -37,11 +37,17 @@ def test_pieces_join_to_the_text_and_none_is_too_long(text, times):
 
 
 @pytest.mark.parametrize(
-    "text", ["ab\n" * 900_000, "\U0001f98a" * 600_000, "a\U0001f98a" * 600_000, "x\n" + "y" * 3_000_000]
+    "text", ["", "a", "ab\n" * 900, "\U0001f98a" * 600, "a\U0001f98a" * 600, "x\n" + "\u20ac" * 999]
 )
-def test_a_long_text_is_cut_at_line_ends_or_between_characters(text):
+def test_the_pieces_that_are_compared_are_the_text_cut_between_characters(text):
     raw = text.encode()
-    pieces = list(pieces_of(raw))
-    assert b"".join(pieces) == raw and len(pieces) < 2 + len(raw) / (1 << 19)
-    assert all(0 < len(piece) <= 1 << 20 and piece.decode() for piece in pieces)
-    assert all(piece.endswith(b"\n") for piece, after in itertools.pairwise(pieces) if b"\n" in piece)
+    number = -(-len(raw) // 1024)
+    pieces = [piece for at in range(number) for piece in compared_pieces(raw, at * ONE_COMPARED_OF, 1)]
+    assert b"".join(pieces) == raw
+    assert all(1024 - 4 < len(piece) < 1024 + 4 and piece.decode() for piece in pieces[:-1])
+
+
+def test_several_pieces_of_a_long_text_differ():
+    raw = "".join(map(str, range(3000))).encode()
+    for count, digest in itertools.product(range(1, 12), (0, 7, 12_345, 1 << 63)):
+        assert len(set(compared_pieces(raw, digest, count))) == count
