@@ -3,7 +3,7 @@
 Run: python benchmarks/eagle3.py [--rounds 9] [--samples 208] [--shard-size 32] [--threads 1]
          [--only SECTION ...] [--folder DIR] [--profile] [--quick]
 
-All but the last three are in one run, on one cache of version 1: S=512, 3H=768, D=2048, bf16, 2.9 MB a row, 600 MB by
+All but the last four are in one run, on one cache of version 1: S=512, 3H=768, D=2048, bf16, 2.9 MB a row, 600 MB by
 default, read from the page cache. The ways of a section take turns, in another order in each round; a ratio is the
 median of the rounds' ratios, and what is printed of time is a median too. One round before them is not counted.
 
@@ -15,9 +15,11 @@ median of the rounds' ratios, and what is printed of time is a median too. One r
     write    a new shard, of 93 MB by default: write_shard, and the producer's ShardWriter, both with a sha256 of each
              row, fsync and a receipt; the limit is one file of the same bytes, in pieces of 8 MiB, synced and renamed.
              The checksums take as long as the file, on other cores: on a machine that is busy they wait for one
-    native   the native form, H=4,096: batches of 8 samples without distributions; the limit copies the same bytes
+    native   the native form, H=4,096: batches of 8 samples without distributions; the limit copies the same bytes to
+             new memory. In CPU time: a machine that is busy changes it less
     probs    the same with distributions, made by TargetHead on the CPU, beside version 1's read from a cold disk
     bytes    bytes a token of both forms for real chats: of NIELS_GPT_TEST_DATA, by a tokenizer of NIELS_GPT_TEST_MODELS
+    precompute   whole runs of each form, in CPU time, beside bare forward passes of the same padded batches
 
 The peer is nemo-automodel 0.5.0 where NIELS_GPT_PEERS has it (tests/eagle3/test_eagle3_peer.py), in this process, too.
 It does not sync what it writes. --profile prints, after each section, where the time of ours goes.
@@ -40,6 +42,7 @@ from types import ModuleType
 from typing import Any
 
 import eagle3_native
+import eagle3_precompute
 import numpy as np
 import torch
 from measuring import Seconds, Ways, measured, ratio
@@ -316,6 +319,11 @@ def bench_write(setup: Setup) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+OF_THEIR_OWN: dict[str, Callable[[argparse.Namespace, Path], None]] = {
+    **eagle3_native.SECTIONS,
+    **eagle3_precompute.SECTIONS,
+}
+"""Sections that make their own caches."""
 SECTIONS = {"views": bench_views, "cloned": bench_cloned, "batches": bench_batches, "write": bench_write}
 
 
@@ -329,7 +337,7 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=[*SECTIONS, *eagle3_native.SECTIONS],
+        choices=[*SECTIONS, *OF_THEIR_OWN],
         default=list(SECTIONS),
         help="some sections only (views to write)",
     )
@@ -341,8 +349,8 @@ def main() -> None:
     print("python", " ".join(sys.argv), f"| torch {torch.__version__}, {torch.get_num_threads()} threads,", end=" ")
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        for name in [name for name in arguments.only if name in eagle3_native.SECTIONS]:
-            eagle3_native.SECTIONS[name](arguments, Path(folder))
+        for name in [name for name in arguments.only if name in OF_THEIR_OWN]:
+            OF_THEIR_OWN[name](arguments, Path(folder))
         if names := [name for name in arguments.only if name in SECTIONS]:
             setup = Setup(arguments, Path(folder))
             print(f"{setup.samples} rows of {LAYOUT.row_bytes:,} bytes in shards of {setup.shard_size}")

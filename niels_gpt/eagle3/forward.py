@@ -38,6 +38,8 @@ from niels_gpt.eagle3.target import (
     HFEagle3TargetModel,
     _shift_left_with_zero,
     capture,
+    most_probable,
+    pieces,
 )
 from niels_gpt.storage.errors import CodedError, TargetError
 
@@ -324,21 +326,24 @@ def cache_fields(
     """
     real, inner = _slots(batch, lengths)
     logits, draft = batch.logits.flatten(0, 1), _columns(selected_token_ids, batch.logits)
-    ids, mask = (tensor.to(logits.device) for tensor in (selected_token_ids, selected_token_mask))
+    mask = selected_token_mask.to(logits.device)
     supervised = (batch.loss_mask == 1) & inner.to(logits.device)
     known, mass = torch.zeros_like(supervised).flatten(), supervised.flatten().float()
     kept = torch.zeros_like(mass, dtype=torch.float64)
     # Without logits: a softmax of zeros, like the others.
-    end = _stored(torch.zeros(1, len(ids), device=logits.device).softmax(-1), topk, dtype)[0]
+    end = _stored(torch.zeros(1, len(selected_token_ids), device=logits.device).softmax(-1), topk, dtype)[0]
     fields = _padded(batch, real, inner, end, dtype)
     stored = {name: fields[name].flatten(0, 1) for name in end}
-    for chunk in _chunks(inner, logits.shape[-1]):
-        some = logits[chunk]
-        known[chunk] = mask[some.argmax(dim=-1)]
-        mass[chunk] = _draft_mass(some, mass[chunk], ids)
-        values, kept[chunk] = _stored(_probs(some, draft), topk, dtype)
+    for piece, is_supervised in _pieces(inner, supervised.cpu(), logits):
+        some = logits[piece]
+        own = (some if draft is None else some.index_select(-1, draft)).float()
+        if is_supervised:
+            known[piece] = mask[most_probable(some)]
+            if len(selected_token_ids) < logits.shape[-1]:
+                mass[piece] = (own.logsumexp(-1) - some.float().logsumexp(-1)).exp()
+        values, kept[piece] = _stored(own.softmax(-1), topk, dtype)
         for name, all_slots in stored.items():
-            all_slots[chunk] = values[name] if all_slots.is_cuda else on_cpu(values[name])
+            all_slots[piece] = values[name] if all_slots.is_cuda else on_cpu(values[name])
     fields |= {name: on_cpu(fields[name]) for name in end}
     position_mask = supervised & known.view_as(supervised)
     fields["position_mask"] = position_mask.unsqueeze(-1).cpu()
@@ -364,14 +369,31 @@ def _slots(batch: Eagle3TargetBatch, lengths: Sequence[int] | Tensor) -> tuple[T
     return slot < tokens[:, None], slot < tokens[:, None] - 1
 
 
+def _pieces(inner: Tensor, supervised: Tensor, logits: Tensor) -> Iterator[tuple[slice | Tensor, bool]]:
+    """Yield slots as indices into [B * W], as `pieces` does, and whether they are supervised.
+
+    inner, supervised: bool [B, W] on the CPU. Slots are taken from `CHUNK_VALUES` logits at a time.
+    """
+    for chunk in _indices(inner, logits.shape[-1]):
+        is_supervised = supervised.flatten()[chunk]
+        for which in (True, False):
+            for piece in pieces(chunk[is_supervised == which], logits):
+                yield piece, which
+
+
 def _chunks(slots: Tensor, values: int) -> Iterator[slice | Tensor]:
     """Yield the true slots of bool [B, W] as indices into [B * W], in chunks of at most `CHUNK_VALUES` values.
 
     values: values of one slot. Consecutive slots become a slice, since indexing with a slice makes no copy.
     """
-    for chunk in torch.split(slots.flatten().nonzero().squeeze(-1), max(1, CHUNK_VALUES // max(1, values))):
+    for chunk in _indices(slots, values):
         start, stop = (int(chunk[0]), int(chunk[-1]) + 1) if len(chunk) else (0, 0)
         yield slice(start, stop) if stop - start == len(chunk) else chunk
+
+
+def _indices(slots: Tensor, values: int) -> Iterator[Tensor]:
+    """Yield the true slots of bool [B, W] as indices into [B * W], int64, of at most `CHUNK_VALUES` values a time."""
+    yield from torch.split(slots.flatten().nonzero().squeeze(-1), max(1, CHUNK_VALUES // max(1, values)))
 
 
 def _columns(selected_token_ids: Tensor, logits: Tensor) -> Tensor | None:
@@ -419,16 +441,6 @@ def _padded(
         slots[~real.to(slots.device)] = 0
         fields[name] = slots
     return fields
-
-
-def _draft_mass(logits: Tensor, supervised: Tensor, selected_token_ids: Tensor) -> Tensor:
-    """Return the probability [n] of the draft's tokens where `supervised` is 1.0, else 0."""
-    if len(selected_token_ids) < logits.shape[-1]:
-        where = supervised.nonzero().squeeze(-1)
-        some = logits[where].float()
-        mass = (some.index_select(-1, selected_token_ids).logsumexp(-1) - some.logsumexp(-1)).exp()
-        supervised = supervised.index_put((where,), mass)
-    return supervised
 
 
 def _sums(values: Tensor) -> list[float]:

@@ -23,7 +23,7 @@ from niels_gpt.eagle3.format.layout import MANIFEST_NAME, WEIGHTS_NAME, PathLike
 from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, is_native, read_manifest
 from niels_gpt.eagle3.format.meta import compare_once
 from niels_gpt.eagle3.format.weights import WEIGHTS, read_weights
-from niels_gpt.eagle3.target import CHUNK_VALUES, _blocks
+from niels_gpt.eagle3.target import CHUNK_VALUES, _blocks, most_probable, pieces
 from niels_gpt.storage.errors import CacheError, TargetError
 
 __all__ = ["TargetHead"]
@@ -198,7 +198,9 @@ class TargetHead(nn.Module):
         normalizers = torch.empty(len(states), dtype=torch.float32, device=self._lm_head.device)
         argmax = torch.empty(len(states), dtype=torch.int64, device=self._lm_head.device)
         for chunk, logits in self.parts_of_logits(states):
-            normalizers[chunk], argmax[chunk] = logits.logsumexp(-1), logits.argmax(-1)
+            for piece in pieces(torch.arange(len(logits)), logits):
+                some = logits[piece]
+                normalizers[chunk][piece], argmax[chunk][piece] = some.logsumexp(-1), most_probable(some)
         return normalizers, argmax
 
     @torch.no_grad()

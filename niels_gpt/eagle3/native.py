@@ -14,7 +14,10 @@ the six keys of versions 1 and 2. docs/formats.md describes the files.
 from __future__ import annotations
 
 import math
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,6 +50,8 @@ __all__ = ["NativeEagle3Dataset", "NativeSample", "build_native_dataloader", "na
 
 
 Item = TypeVar("Item")
+_KEPT = 2
+"""Pieces of memory that wait for the next batch: a loop holds one batch while the next one is made."""
 
 
 class CacheReader(Dataset[Item]):
@@ -159,10 +164,12 @@ def native_batch(
     *,
     selected_token_ids: Sequence[int] | torch.Tensor,
     pad_to: int | None = None,
+    memory: BatchMemory | None = None,
 ) -> dict[str, torch.Tensor]:
     """Collate B samples of one cache to a batch of W slots; everything but the floats is shifted left as in version 1.
 
     selected_token_ids: [D], the draft's vocabulary. pad_to: W; None: the length of the longest sample.
+    memory: of earlier batches, to be used again; None: new memory.
     Returns: a dict of
 
         input_ids, attention_mask, loss_mask   int64 [B, W]; ids are 0 from slot L - 1 on
@@ -193,22 +200,24 @@ def native_batch(
         "attention_mask": masks[0],
         "loss_mask": masks[1],
         "position_mask": position_mask.view(len(samples), width, 1),
-        "aux_hidden_states": _aux_of(samples, width),
+        "aux_hidden_states": _aux_of(samples, width, memory or BatchMemory()),
         "target_slots": slots,
-        "last_hidden_states": _last_of(samples, rows),
+        "last_hidden_states": _last_of(samples, rows, memory or BatchMemory()),
         "log_normalizers": torch.cat([s.log_normalizers[keep] for s, keep in zip(samples, rows, strict=True)]),
         "argmax_ids": argmax,
     }
 
 
-def _aux_of(samples: Sequence[NativeSample], width: int) -> torch.Tensor:
+def _aux_of(samples: Sequence[NativeSample], width: int, memory: BatchMemory) -> torch.Tensor:
     """Return the auxiliary states [B, W, K * H]; zeros after each sample's own."""
     stored = samples[0].aux_hidden_states
     layers, hidden = stored.shape[1:]
     dtype = torch.bfloat16 if stored.dtype == torch.float8_e4m3fn else stored.dtype
-    batch = _zeros((len(samples), width, layers * hidden), dtype)
+    batch, is_zero = memory.tensor((len(samples), width, layers * hidden), dtype)
     for row, sample in enumerate(samples):
         end = len(sample.aux_hidden_states)
+        if not is_zero:
+            batch[row, end:] = 0
         if sample.aux_scales is None:
             batch[row, :end] = sample.aux_hidden_states.flatten(1)
         else:
@@ -216,10 +225,10 @@ def _aux_of(samples: Sequence[NativeSample], width: int) -> torch.Tensor:
     return batch
 
 
-def _last_of(samples: Sequence[NativeSample], rows: Sequence[torch.Tensor]) -> torch.Tensor:
+def _last_of(samples: Sequence[NativeSample], rows: Sequence[torch.Tensor], memory: BatchMemory) -> torch.Tensor:
     """Return the rows `rows` of each sample's last hidden states, concatenated: [R, H]."""
     stored = samples[0].last_hidden_states
-    batch = _zeros((sum(map(len, rows)), stored.shape[1]), stored.dtype)
+    batch, _ = memory.tensor((sum(map(len, rows)), stored.shape[1]), stored.dtype)
     begin = 0
     for sample, keep in zip(samples, rows, strict=True):
         end = begin + len(keep)
@@ -253,21 +262,47 @@ def _among(ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(table[np.minimum(ids.numpy(), len(table) - 1)])
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of zeros whose untouched pages take no memory.
+class BatchMemory:
+    """Memory for the states of batches. A batch's is used again once nothing refers to the batch or a view of it.
 
-    A DataLoader's worker allocates it in shared memory, so that the batch is not copied again. Elsewhere numpy does,
-    and asks the kernel for huge pages: a large batch in torch's own memory takes longer, because of its page faults.
+    Fresh memory of this size comes from the system, which fills it with zeros first: that takes longer than the copy
+    of the states. Threads may share it; a pickle of it is empty.
     """
-    size = math.prod(shape) * dtype.itemsize
-    if not size:
-        return torch.empty(shape, dtype=dtype)
-    if get_worker_info() is None:
-        return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
-    storages: Any = torch.UntypedStorage  # as torch's own collate
-    batch = torch.empty(0, dtype=dtype)
-    batch.set_(storages._new_shared(size))  # a new file of shared memory is zeros
-    return batch.view(shape)
+
+    def __init__(self) -> None:
+        self._free: dict[int, deque[NDArray[np.uint8]]] = {}
+        self._most: dict[int, int] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BatchMemory, ()
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+        """Return a tensor, and whether it is all zeros; else it holds anything. One with 2 dimensions is kept apart
+        from one with 3: the states differ in size.
+
+        A DataLoader's worker allocates it in shared memory, so that the batch is not copied again. Elsewhere numpy
+        does, and asks the kernel for huge pages: torch's own memory has more page faults. Untouched pages take none.
+        """
+        size, kind = math.prod(shape) * dtype.itemsize, len(shape)
+        if not size:
+            return torch.empty(shape, dtype=dtype), True
+        if get_worker_info() is not None:
+            storages: Any = torch.UntypedStorage  # as torch's own collate
+            batch = torch.empty(0, dtype=dtype)
+            batch.set_(storages._new_shared(size))  # a new file of shared memory is zeros
+            return batch.view(shape), True
+        free = self._free.setdefault(kind, deque(maxlen=_KEPT))
+        with suppress(IndexError):
+            if len(buffer := free.pop()) >= size:
+                return self._lent(buffer, size, free).view(dtype).view(shape), False
+        self._most[kind] = max(size, self._most.get(kind, 0))
+        return self._lent(np.zeros(self._most[kind], np.uint8), size, free).view(dtype).view(shape), True
+
+    def _lent(self, buffer: NDArray[np.uint8], size: int, free: deque[NDArray[np.uint8]]) -> torch.Tensor:
+        """Return the first bytes of a buffer, which `free` gets back once they are not used any more."""
+        lent = buffer[:size]  # an array of its own, which the tensor's storage keeps alive
+        weakref.finalize(lent, free.append, buffer).atexit = False
+        return torch.from_numpy(lent)
 
 
 def build_native_dataloader(
@@ -291,7 +326,8 @@ def build_native_dataloader(
     pad_to: see `native_batch`. follow_links, expect, check: see `NativeEagle3Dataset`.
     """
     dataset = NativeEagle3Dataset(cache_dir, follow_links=follow_links, expect=expect, check=check)
-    collate = partial(native_batch, selected_token_ids=dataset.selected_token_ids, pad_to=pad_to)
+    ids, memory = dataset.selected_token_ids, BatchMemory()
+    collate = partial(native_batch, selected_token_ids=ids, pad_to=pad_to, memory=memory)
     return loader_of(dataset, collate, shuffle, distributed, batch_size=batch_size, num_workers=num_workers)
 
 
@@ -335,7 +371,7 @@ class NativeView:
         record = read_record(cache_dir, follow_links=follow_links)
         self.pad_id = 0 if record is None else int(record["tokenizer"]["pad_id"])
         """Id that pads input_ids, from the plan; 0 without a plan."""
-        self._selected = self.dataset.selected_token_ids
+        self._selected, self._memory = self.dataset.selected_token_ids, BatchMemory()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_head": None}
@@ -362,7 +398,8 @@ class NativeView:
 
         Raises: CacheError E708 for an auxiliary state that fp16 cannot hold.
         """
-        batch = native_batch(samples, selected_token_ids=self._selected, pad_to=self.seq_length)
+        given: dict[str, Any] = {"selected_token_ids": self._selected, "memory": self._memory}
+        batch = native_batch(samples, pad_to=self.seq_length, **given)
         ids, attention = batch["input_ids"], batch["attention_mask"]
         ids[:, :-1].masked_fill_(attention[:, 1:] == 0, self.pad_id)  # after the last slot a 0, whatever pads
         states, dtype = batch["aux_hidden_states"], DTYPES[self.manifest["dtype"]]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from niels_gpt.eagle3.cache import CACHE_KEYS, CachedEagle3Dataset
-from niels_gpt.eagle3.native import NativeEagle3Dataset, native_batch
+from niels_gpt.eagle3.native import BatchMemory, NativeEagle3Dataset, native_batch
 from niels_gpt.sampling.epochs import Epochs, Units
 from niels_gpt.sampling.stream import Numbers, Stream
 from niels_gpt.storage.errors import CacheError
@@ -67,6 +67,7 @@ class Items(Units):
         self.folder, self.vocab_size, self.pad_to = Path(dataset.cache_dir), None, pad_to
         self._fingerprint = dataset.fingerprint()
         self._selected: Tensor | None = None
+        self._memory = BatchMemory()
         if not len(dataset):
             raise CacheError(self.folder, "no sample", remedy="Run precompute over more chats", code="E107")
         if isinstance(dataset, NativeEagle3Dataset):
@@ -112,7 +113,8 @@ class Items(Units):
         if not samples:  # ranks without rows call the model too, and need the form
             return {name: tensor[:0].clone() for name, tensor in self.collate([self.dataset[0]]).items()}
         if self._selected is not None:
-            return native_batch(samples, selected_token_ids=self._selected, pad_to=self.pad_to)
+            given: dict[str, Any] = {"selected_token_ids": self._selected, "memory": self._memory}
+            return native_batch(samples, pad_to=self.pad_to, **given)
         keys = [key for key in CACHE_KEYS if key in samples[0]]  # target_probs may be left out
         batch: dict[str, Tensor] = default_collate([{key: sample[key] for key in keys} for sample in samples])
         return batch

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,9 @@ __all__ = [
 NUM_AUX_LAYERS = 3
 CHUNK_VALUES = 1 << 24
 """Logits computed at a time: 64 MiB of float32. All logits of a batch take gigabytes."""
+CACHED_VALUES = 1 << 20
+"""Logits that a CPU reduces at a time: 4 MiB of float32. Larger copies leave its caches and take fresh memory from the
+system, whose first touch takes longer than the arithmetic."""
 _BLOCKS = (
     "model.layers",  # Llama, Qwen, Mistral and most others
     "model.language_model.layers",  # multimodal models
@@ -81,7 +84,8 @@ def _shift_logits(logits: Tensor) -> Tensor:
     if not logits.is_contiguous() or logits.is_inference() or logits.requires_grad:
         return _shift_left_with_zero(logits)
     num_rows, width, vocab_size = logits.shape
-    at_once = max(1, CHUNK_VALUES // max(1, num_rows * vocab_size))
+    most = CACHED_VALUES if logits.is_cpu else CHUNK_VALUES
+    at_once = max(1, most // max(1, num_rows * vocab_size))
     for start in range(0, width - 1, at_once):
         stop = min(start + at_once, width - 1)
         # Through a copy, as the two overlap. The next chunk reads only later slots.
@@ -197,6 +201,25 @@ def capture(
                 f"the model ran, and its lm_head took {shapes}: expected one hidden state for each slot"
             )
         return torch.stack([captured[layer] for layer in layers], dim=2), captured[len(blocks) - 1], taken[0]
+
+
+def pieces(slots: Tensor, logits: Tensor) -> Iterator[slice | Tensor]:
+    """Split slots, int64 [n] into the rows of `logits`; on a CPU into pieces of about `CACHED_VALUES` logits.
+
+    Consecutive slots become a slice, since indexing with a slice makes no copy. No piece of several slots has one
+    alone: torch would split the sum over a single row among its threads, and so add in another order.
+    """
+    parts = -(-len(slots) * logits.shape[-1] // CACHED_VALUES) if logits.is_cpu else 1
+    for piece in slots.tensor_split(max(1, min(parts, len(slots) // 2))):
+        start, stop = (int(piece[0]), int(piece[-1]) + 1) if len(piece) else (0, 0)
+        yield slice(start, stop) if stop - start == len(piece) else piece
+
+
+def most_probable(logits: Tensor) -> Tensor:
+    """Return the argmax of logits [n, V], int64 [n]; of equal ones the first. On a CPU numpy is faster than torch."""
+    if logits.is_cpu and logits.dtype == torch.float32:
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
 
 
 def _lm_head(model: nn.Module) -> nn.Module:

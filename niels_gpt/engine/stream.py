@@ -37,7 +37,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 SHUFFLE_ALGORITHM = "replace-random-slot, drain by randperm, torch.Generator"
 """`shuffle.algorithm` in meta.json: another algorithm gives other bytes from the same seed."""
-_DRAWS = 1024  # indices drawn at once: a call of torch costs about as much as drawing a thousand
+_DRAWS = 1024  # indices drawn at once: for a few, the call of torch costs more than the drawing
 
 BATCH_CHARS = 1 << 20  # a batch is closed by characters, so that memory does not depend on document lengths ...
 BATCH_ITEMS = 1024  # ... nor on their number

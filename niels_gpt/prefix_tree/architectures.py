@@ -44,6 +44,7 @@ class Architecture:
     device: torch.device  # of the inputs
     windows: dict[str, int | None]  # by layer type: how many positions a token sees, itself included; None for all
     takes_dict: bool  # whether it accepts a mask per layer type
+    width: int  # of the hidden states
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -102,6 +103,7 @@ def architecture(model: nn.Module, longest: int, shortest: int, rows: int) -> Ar
         device=next(model.parameters()).device,
         windows={kind: window if kind == "sliding_attention" else None for kind in kinds} if kinds else {"": window},
         takes_dict=bool(kinds),
+        width=text.hidden_size,
     )
 
 

@@ -49,6 +49,7 @@ from niels_gpt.prefix_tree.masks import (
     windows_of,
 )
 from niels_gpt.prefix_tree.segments import NAME, Segments, probing, segments_of, use_segments
+from niels_gpt.prefix_tree.segments_plan import dense_is_faster
 from niels_gpt.storage.errors import TreeError
 
 __all__ = [
@@ -79,8 +80,9 @@ def model_inputs(forest: PrefixForest, model: nn.Module, *, backend: Backend = "
     place of each tensor, which `guard` refuses, as it cannot check it.
 
     backend: "prefix_tree": by segments; sets the model's attn_implementation to "prefix_tree". "dense": by a mask.
-        "auto": by segments where the attn_implementation is "sdpa" or "prefix_tree", the model can run them, and it is
-        on a CPU: on GPUs segments are many small calls.
+        "auto": by segments where the attn_implementation is "sdpa" or "prefix_tree", the model can run them, it is on a
+        CPU, as on GPUs segments are many small calls, and the row is not so short that a mask is faster
+        (`segments_plan.dense_is_faster`).
 
     To run a model that was pickled after this call, first call `segments.register()` in the new process, or
     `model.set_attn_implementation("sdpa")`.
@@ -102,7 +104,8 @@ def model_inputs(forest: PrefixForest, model: nn.Module, *, backend: Backend = "
     if traits.implementation == "flex_attention" and backend == "auto":
         return {**inputs, "attention_mask": block_masks(forest, traits)}
     why_not = "a mask was chosen"
-    if backend == "prefix_tree" or (backend == "auto" and traits.device.type == "cpu"):
+    short = dense_is_faster(len(forest.input_ids), traits.width)
+    if backend == "prefix_tree" or (backend == "auto" and traits.device.type == "cpu" and not short):
         why_not = use_segments(model, only_sdpa=backend == "auto")
     if why_not and backend == "prefix_tree":
         raise AttentionRouteError(f"{type(model).__name__} cannot run segments: {why_not}. Use backend='dense'")

@@ -67,23 +67,25 @@ class LossEdges:
         wanted = forest.loss_mask.numpy(force=True).copy()
         at_start = wanted[offsets[:-1]]
         wanted[offsets[:-1]] = False
-        sample_token = np.flatnonzero(wanted)
+        (sample_token,) = wanted.nonzero()
         sample_offsets = sample_token.searchsorted(offsets)
         tokens = rows.take(sample_token)
         is_target = np.zeros(len(ids), dtype=np.bool_)
         is_target[tokens] = True
         # A flat token is one edge, from the row above it, whatever samples use it. Edges are ordered by row, so that
         # `edge_logprobs` takes the logits of a row once; a stable sort keeps the children of a branch in their order.
-        targets = np.flatnonzero(is_target)
+        (targets,) = is_target.nonzero()
         above = forest.rows_above.numpy(force=True)
-        targets = targets[above[targets].argsort(kind="stable")]
+        targets = targets[above.take(targets).argsort(kind="stable")]
         edge = np.empty(len(ids), dtype=np.int64)
         edge[targets] = np.arange(len(targets))
+        used = edge.take(tokens)
+        uses = np.bincount(used, minlength=len(targets)).astype(np.float64)
         edges = cls(
-            row=torch.from_numpy(above[targets]),
-            target=torch.from_numpy(ids[targets]),
-            weight=torch.zeros(len(targets), dtype=torch.float64),
-            sample_edge=torch.from_numpy(edge.take(tokens)),
+            row=torch.from_numpy(above.take(targets)),
+            target=torch.from_numpy(ids.take(targets)),
+            weight=torch.from_numpy(uses),
+            sample_edge=torch.from_numpy(used),
             sample_offsets=torch.from_numpy(sample_offsets),
             sample_token=torch.from_numpy(sample_token),
             field_offsets=torch.from_numpy(offsets),
@@ -91,11 +93,12 @@ class LossEdges:
             num_rows=len(ids),
             unpredictable=int(at_start.sum()),
             weighting=weighting if isinstance(weighting, str) else "given",
-        ).to(forest.input_ids.device)
-        if edges.weighting == "per_sample":  # the same result as the lines below, faster
-            return replace(edges, weight=edges.sample_edge.bincount(minlength=edges.num_edges).double())
+        )
+        edges = edges if forest.input_ids.is_cpu else edges.to(forest.input_ids.device)
+        if edges.weighting == "per_sample":  # each use counts 1
+            return edges
         weights = edges.token_weights(weighting)
-        return replace(edges, weight=edges.weight.index_add(0, edges.sample_edge, weights))
+        return replace(edges, weight=torch.zeros_like(edges.weight).index_add(0, edges.sample_edge, weights))
 
     def token_weights(self, weighting: Any) -> Tensor:
         """Return the weight of each supervised token under a weighting, as in `from_forest`: float64 [M]."""

@@ -23,8 +23,18 @@ Form = tuple[Tensor, Tensor]
 
 def samples_of(offsets: Tensor) -> Tensor:
     """Return the sample of each value of a ragged field: offsets [0, 2, 3] give [0, 0, 1]."""
-    lengths = offsets.diff()
+    lengths = lengths_of(offsets)
+    if lengths.is_cpu:
+        return torch.from_numpy(np.arange(len(lengths)).repeat(lengths.numpy()))
     return torch.arange(len(lengths), device=offsets.device).repeat_interleave(lengths)
+
+
+def lengths_of(offsets: Tensor) -> Tensor:
+    """Return the lengths of the rows of a ragged field: offsets [0, 2, 3] give [2, 1]."""
+    if not offsets.is_cpu:
+        return offsets.diff()
+    bounds = offsets.numpy()  # a fold of a small group is made of calls, and NumPy's take less time than torch's
+    return torch.from_numpy(bounds[1:] - bounds[:-1])
 
 
 def places(offsets: Tensor) -> Tensor:
@@ -34,7 +44,7 @@ def places(offsets: Tensor) -> Tensor:
 
 def right_padded(ragged: Tensor, offsets: Tensor, pad: float) -> Tensor:
     """Return [S, longest, ...] for a ragged field [sum of lengths, ...], padded with `pad`."""
-    longest = int(offsets.diff().max())
+    longest = int(lengths_of(offsets).max())
     out = ragged.new_full((len(offsets) - 1, longest, *ragged.shape[1:]), pad)
     return out.index_put((samples_of(offsets), places(offsets)), ragged)
 
@@ -50,13 +60,13 @@ def forms_of(
         starts: int64 [S], tokens of a sample before its completion; -1: not known.
         sample: int64 [M], the sample of each target.
     """
-    lengths = token_offsets.diff()
+    lengths = lengths_of(token_offsets)
     forms = {"sample": (torch.ones_like(lengths), sample), "token": (lengths, tokens)}
-    if bool((starts >= 0).all()):
+    if bool((starts.numpy(force=True) >= 0).all()):
         place = tokens - (token_offsets[:-1] + starts)[sample]
         if bool((place >= 0).all()):
             forms["completion"] = (lengths - starts, place + _begins(lengths - starts)[sample])
-    forms["target"] = (target_offsets.diff(), torch.arange(len(sample), device=sample.device))
+    forms["target"] = (lengths_of(target_offsets), torch.arange(len(sample), device=sample.device))
     return forms
 
 
@@ -117,8 +127,9 @@ def _tensor(values: Any) -> Tensor:
 
 
 def _of_flat(values: Tensor, forms: Mapping[str, Form]) -> Tensor:
-    sizes = ", ".join(f"{int(lengths.sum())} (per {name})" for name, (lengths, _) in forms.items())
-    fitting = {name: index for name, (lengths, index) in forms.items() if values.shape == (int(lengths.sum()),)}
+    totals = {name: int(lengths.numpy(force=True).sum()) for name, (lengths, _) in forms.items()}
+    sizes = ", ".join(f"{total} (per {name})" for name, total in totals.items())
+    fitting = {name: index for name, (_, index) in forms.items() if values.shape == (totals[name],)}
     if not fitting:
         samples = len(next(iter(forms.values()))[0])
         raise TreeError(f"a field has shape {list(values.shape)}; expected {samples} rows, or one axis of {sizes}")
@@ -129,7 +140,7 @@ def _of_flat(values: Tensor, forms: Mapping[str, Form]) -> Tensor:
             f"a field has {len(values)} values, which in this batch may be several of {sizes}: say which by {named}. "
             "Give `per` always: sizes that differ in one batch may be equal in the next"
         )
-    return values[first]
+    return values.index_select(0, first)
 
 
 def _of_rows(rows: list[Tensor], forms: Mapping[str, Form]) -> Tensor:
@@ -137,11 +148,11 @@ def _of_rows(rows: list[Tensor], forms: Mapping[str, Form]) -> Tensor:
     samples = len(wanted_sizes)
     if len(rows) != samples:
         raise TreeError(f"a field has {len(rows)} rows; expected one for each of {samples} samples")
-    sizes = torch.tensor([len(row) for row in rows], device=wanted_sizes.device)
+    sizes = torch.tensor([row.shape[0] for row in rows], device=wanted_sizes.device)
     for form in forms.values():
         if torch.equal(sizes, form[0]):
-            whole = torch.cat([row for row in rows if len(row)] or rows)  # an empty list has no dtype to keep
-            return whole[form[1]]
+            whole = torch.cat([row for row in rows if row.shape[0]] or rows)  # an empty list has no dtype to keep
+            return whole.index_select(0, form[1])
     # The form that fits the most samples was probably meant: report the first sample that breaks it.
     wrong = max(int((sizes != lengths).nonzero()[0]) for lengths, _ in forms.values())
     wanted = ", ".join(f"{int(lengths[wrong])} (per {name})" for name, (lengths, _) in forms.items())

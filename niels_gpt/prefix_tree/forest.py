@@ -150,9 +150,9 @@ class PrefixForest:
         ([1, 2, 10, 11, 20, 21, 22], [7, 7, 4, 4, 7, 7, 7])
         """
         ids, offsets = concatenated(sequences, "sequence")
-        tree, lengths = radix.radix_tree(ids, offsets), np.diff(offsets)
+        layout, lengths = radix.radix_layout(ids, offsets), np.diff(offsets)
         starts = None if prompt_lengths is None else _prompt_lengths(prompt_lengths, lengths)
-        return cls._laid_out(tree, ids, lengths, masks(loss_mask, offsets), starts)
+        return cls._laid_out(layout, ids, offsets, masks(loss_mask, offsets), starts)
 
     @classmethod
     def from_rollout_group(
@@ -173,15 +173,16 @@ class PrefixForest:
             TreeTypeError (E801): an id is not an integer.
         """
         pieces, bounds = concatenated([prompt_ids, *completions], "completion", first="the prompt")
-        prompt, *rest = np.split(pieces, bounds[1:-1])
-        targets = masks(completion_mask, bounds[1:] - len(prompt))
-        ids = np.concatenate([part for completion in rest for part in (prompt, completion)])
-        lengths = np.diff(bounds)[1:] + len(prompt)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        of_prompt = np.concatenate([np.arange(length) < len(prompt) for length in lengths])
-        loss_mask = np.zeros(len(ids), dtype=np.bool_)
-        loss_mask[~of_prompt] = targets
-        return cls._laid_out(radix.radix_tree(ids, offsets), ids, lengths, loss_mask, np.full(len(rest), len(prompt)))
+        prompt, offsets = int(bounds[1]), bounds[1:]
+        targets = None if completion_mask is None else masks(completion_mask, offsets - prompt)
+        runs = np.full((len(offsets) - 1, 2), prompt)
+        runs[:, 1] = offsets[1:] - offsets[:-1]
+        loss_mask = np.array([False, True] * len(runs)).repeat(runs.ravel())
+        if targets is not None:
+            loss_mask[loss_mask] = targets
+        layout = radix.radix_layout(pieces, offsets, prompt)
+        offsets = offsets + prompt * np.arange(-1, len(runs))
+        return cls._laid_out(layout, pieces, offsets, loss_mask, np.full(len(runs), prompt))
 
     @classmethod
     def from_node_paths(
@@ -222,8 +223,8 @@ class PrefixForest:
         targets = np.repeat(
             [node in wanted for path in paths for node in path], [sizes[n] for path in paths for n in path]
         )
-        lengths = np.array([sum(sizes[node] for node in path) for path in paths])
-        return cls._laid_out(tree, ids, lengths, targets)
+        offsets = np.cumsum([0, *(sum(sizes[node] for node in path) for path in paths)])
+        return cls._laid_out(radix.pre_order(tree), ids, offsets, targets)
 
     @classmethod
     def from_message_tree(
@@ -304,13 +305,11 @@ class PrefixForest:
     @classmethod
     @torch.inference_mode(False)
     def _laid_out(
-        cls, tree: radix.Tree, ids: radix.Ints, lengths: radix.Ints, loss_mask: Any, starts: radix.Ints | None = None
+        cls, layout: radix.Layout, ids: radix.Ints, offsets: radix.Ints, loss_mask: Any, starts: Any = None
     ) -> PrefixForest:
-        layout = radix.pre_order(tree)
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        starts = np.full(len(lengths), -1, dtype=np.int64) if starts is None else starts
+        starts = np.full(len(offsets) - 1, -1) if starts is None else starts
         columns = (ids[layout.source], *layout[1:], offsets, loss_mask, starts)
-        return cls(*(torch.from_numpy(column) for column in columns))
+        return cls(*map(torch.from_numpy, columns))
 
     def __repr__(self) -> str:
         """Return the sizes: `PrefixForest(2 samples of 9 tokens in 7, 3 nodes)`."""
@@ -325,7 +324,7 @@ class PrefixForest:
     @cached_property
     def num_tokens(self) -> int:
         """Return the number of flat tokens without padding."""
-        return int(self.node_lengths.sum())
+        return int(self.node_lengths.numpy(force=True).sum())
 
     @property
     def sample_lengths(self) -> Tensor:
@@ -343,11 +342,8 @@ class PrefixForest:
     @property
     def rows_above(self) -> Tensor:
         """Return the row that predicts each flat token, its predecessor in the samples: int64 [T]; -1 for none."""
-        rows = torch.arange(-1, len(self.input_ids) - 1, device=self.input_ids.device)
-        parents = self.node_parents
-        rows[self.node_starts] = torch.where(parents < 0, -1, (self.node_starts + self.node_lengths)[parents] - 1)
-        rows[self.num_tokens :] = -1
-        return rows
+        nodes = (x.numpy(force=True) for x in (self.node_starts, self.node_lengths, self.node_parents))
+        return torch.from_numpy(radix.rows_above(len(self.input_ids), *nodes)).to(self.input_ids.device)
 
     def samples(self) -> list[list[int]]:
         """Return the sequences that were folded."""

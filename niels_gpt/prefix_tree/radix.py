@@ -1,14 +1,13 @@
 """Sequences -> radix tree -> depth-first pre-order: decides where nodes are split, and the order of the rows.
 
-Integers only; `PrefixForest` makes tensors of them. The time is linear in the tokens: each is compared at most twice,
-as bytes, one comparison for a node on the path of a sequence; only nodes are sorted. No function recurses: a tree of
-chats is as deep as its longest thread has turns.
+Integers only; `PrefixForest` makes tensors of them. The time is linear in the tokens: runs of them are compared as
+bytes, and no sequence is compared twice with the same tokens. No function recurses: a tree of chats is as deep as its
+longest thread has turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,53 +40,104 @@ class Layout(NamedTuple):
     ends: Ints  # [S]
 
 
-def radix_tree(ids: Ints, offsets: Ints) -> Tree:
+def radix_layout(ids: Ints, offsets: Ints, shared: int = 0) -> Layout:
     """Return the radix tree of the sequences ids[offsets[i]:offsets[i + 1]], none of them empty, ids below 2**32.
+
+    shared: ids[:shared] begin every sequence; offsets[0] is `shared`, so that they stand once, before the first.
 
     A node is split at the first mismatch, so siblings differ in their first token. Siblings are in the order of the
     sequences that created them. A sequence that ends inside a node splits it too: a sample ends where a node ends.
     """
-    # Four bytes a token: two runs are compared by one memcmp of slices, and not token by token.
-    narrow = ids.astype("<u4")
-    data, view = narrow.tobytes(), memoryview(narrow.data)
-    starts: list[int] = []
-    lengths: list[int] = []
-    parents: list[int] = []
-    ranks: list[int] = []
-    ends: list[int] = []
-    below: list[dict[int, int]] = []  # for each node, its children by their first token
+    data = ids.astype("<u4").tobytes()  # four bytes a token: runs are compared by memcmp, and not token by token
+    view, bounds = memoryview(data).cast("I"), offsets.tolist()
+    nodes, ends = _Nodes(), [0] * (len(bounds) - 1)
+    # Sequences that have the same tokens up to a depth, in their order, and the node above. They are split where they
+    # leave the first of them, so only tokens of neighbours are compared, however many sequences there are.
+    waiting: list[tuple[list[int], int, int]] = [(list(range(len(ends))), 0, -1)]
+    done = -shared  # tokens of the first sequence, from that depth, that are in nodes
+    while waiting:
+        samples, depth, parent = waiting.pop()
+        if not samples:
+            nodes.ends[parent] = nodes.size
+            continue
+        first, *others = samples
+        at, end = bounds[first] + depth, bounds[first + 1]
+        if not others:
+            ends[first] = nodes.add(at + done, end - at - done, parent, shared + depth + done)
+            done = 0
+            continue
+        splits: dict[int, dict[int, list[int]]] = {end - at: {}}  # by tokens shared with the first, then by the next
+        for sample in others:
+            here, stop = bounds[sample] + depth, bounds[sample + 1]
+            same = _common(data, view, at, here, min(end - at, stop - here))
+            token = view[here + same] if here + same < stop else _END
+            splits.setdefault(same, {}).setdefault(token, []).append(sample)
+        for point in sorted(splits):
+            if point > done:
+                parent = nodes.add(at + done, point - done, parent, shared + depth + done)
+                done = point
+                waiting.append(([], 0, parent))
+            below = splits[point]
+            for sample in below.pop(_END, ()):
+                ends[sample] = parent
+            waiting += [(group, depth + point, parent) for group in reversed(below.values())]
+        ends[first], done = parent, 0
+    return nodes.layout(np.array(ends, dtype=np.int64))
 
-    def add(start: int, length: int, parent: int, rank: int) -> int:
-        starts.append(start)
-        lengths.append(length)
-        parents.append(parent)
-        ranks.append(rank)
-        below.append({})
-        return len(starts) - 1
 
-    roots: dict[int, int] = {}
-    for sample, (at, end) in enumerate(pairwise(offsets.tolist())):
-        node, children = -1, roots
-        while at < end:
-            child = children.get(view[at])
-            if child is None:
-                node = children[view[at]] = add(at, end - at, node, sample)
-                break
-            start, length = starts[child], lengths[child]
-            same = min(length, end - at)
-            here, there = data[4 * at : 4 * (at + same)], data[4 * start : 4 * (start + same)]
-            if here != there:  # as little-endian integers: the lowest bit that differs is in the first such token
-                bits = int.from_bytes(here, "little") ^ int.from_bytes(there, "little")
-                same = ((bits & -bits).bit_length() - 1) // 32
-            if same < length:
-                # Split. The new node is the first part, so that the child keeps its number, and `ends` stay right.
-                upper = children[view[at]] = add(start, same, node, ranks[child])
-                starts[child], lengths[child], parents[child] = start + same, length - same, upper
-                below[upper][view[start + same]] = child
-                child = upper
-            node, at, children = child, at + same, below[child]
-        ends.append(node)
-    return Tree(*(np.array(column, dtype=np.int64) for column in (starts, lengths, parents, ranks, ends)))
+_END = -1  # in place of a token: the sequence ends here
+
+
+def _common(data: bytes, view: memoryview, there: int, here: int, most: int) -> int:
+    """Return how many tokens two runs of at most `most` tokens have in common. The time is linear in them."""
+    same, size = 0, 16
+    while same < most:
+        if view[here + same] != view[there + same]:  # runs that differ mostly do so at once
+            return same
+        if same and same + 1 < most:
+            size = min(4 * size, most - same)
+            one, two = 4 * (here + same), 4 * (there + same)
+            first, second = data[one : one + 4 * size], data[two : two + 4 * size]
+            if first != second:  # as little-endian integers: the lowest bit that differs is in the first such token
+                bits = int.from_bytes(first, "little") ^ int.from_bytes(second, "little")
+                return same + ((bits & -bits).bit_length() - 1) // 32
+            same += size
+        else:
+            same += 1
+    return same
+
+
+class _Nodes:
+    """The nodes of a layout, added in pre-order."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []  # in the array of ids
+        self.lengths: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []  # tokens above
+        self.ends: list[int] = []  # flat ends of the subtrees; to be set for a node with nodes below
+        self.size = 0  # tokens of all nodes
+
+    def add(self, start: int, length: int, parent: int, depth: int) -> int:
+        """Add a node; returns its number."""
+        self.size += length
+        self.starts.append(start)
+        self.lengths.append(length)
+        self.parents.append(parent)
+        self.depths.append(depth)
+        self.ends.append(self.size)
+        return len(self.starts) - 1
+
+    def layout(self, ends: Ints) -> Layout:
+        """Return the layout. ends: [S], the last node of each sample."""
+        columns = (self.starts, self.lengths, self.parents, self.depths, self.ends)
+        sources, lengths, parents, depths, subtrees = (np.array(column, dtype=np.int64) for column in columns)
+        starts = lengths.cumsum() - lengths
+        rows = np.arange(self.size)
+        source = (sources - starts).repeat(lengths)
+        source += rows
+        rows += (depths - starts).repeat(lengths)
+        return Layout(source, rows, subtrees.repeat(lengths), starts, lengths, parents, ends)
 
 
 def tree_of_paths(lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> tuple[Tree, list[list[int]]]:
@@ -132,71 +182,56 @@ def tree_of_paths(lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> tup
 
 def pre_order(tree: Tree) -> Layout:
     """Lay a tree out in depth-first pre-order, siblings by rank, roots too."""
-    order = np.fromiter(_walk(tree), dtype=np.int64, count=len(tree.starts))
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    lengths = tree.lengths[order]
-    above = tree.parents[order]
-    parents = np.where(above < 0, -1, place[above])
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    depths, subtree_ends = _depths_and_ends(parents, lengths, ends)
-    row = np.arange(int(lengths.sum()))
-    source = np.repeat(tree.starts[order] - starts, lengths)
-    source += row
-    position = np.repeat(depths - starts, lengths)
-    position += row
-    subtree_end = np.repeat(subtree_ends, lengths)
-    return Layout(source, position, subtree_end, starts, lengths, parents, place[tree.ends])
-
-
-def _walk(tree: Tree) -> Iterator[int]:
-    """Yield the nodes in pre-order."""
-    by_parent = np.lexsort((tree.ranks, tree.parents))
-    bounds = np.searchsorted(tree.parents[by_parent], np.arange(-1, len(tree.parents) + 1)).tolist()
-    nodes = by_parent.tolist()
-    waiting = nodes[: bounds[1]][::-1]
+    starts, lengths, above = (column.tolist() for column in (tree.starts, tree.lengths, tree.parents))
+    below: list[list[int]] = [[] for _ in range(len(above) + 1)]  # the roots are the last: their parent is -1
+    for node in tree.ranks.argsort(kind="stable").tolist():
+        below[above[node]].append(node)
+    nodes, place = _Nodes(), [0] * len(above)
+    waiting, parent, depth = below[-1][::-1], -1, 0
     while waiting:
         node = waiting.pop()
-        yield node
-        begin, end = bounds[node + 1], bounds[node + 2]
-        if begin < end:
-            waiting += nodes[begin:end][::-1]
-
-
-def _depths_and_ends(parents: Ints, lengths: Ints, ends: Ints) -> tuple[Ints, Ints]:
-    """Return for each node of a pre-order the tokens above it, and the flat end of its subtree."""
-    above, size, end = parents.tolist(), lengths.tolist(), ends.tolist()
-    depths = [0] * len(above)
-    for node, parent in enumerate(above):  # parents come first
-        if parent >= 0:
-            depths[node] = depths[parent] + size[parent]
-    for node in range(len(above) - 1, -1, -1):
-        parent = above[node]
-        if parent >= 0 and end[parent] < end[node]:
-            end[parent] = end[node]
-    return np.array(depths, dtype=np.int64), np.array(end, dtype=np.int64)
+        if node < 0:
+            nodes.ends[parent] = nodes.size
+            depth, parent = nodes.depths[parent], nodes.parents[parent]
+            continue
+        place[node] = nodes.add(starts[node], lengths[node], parent, depth)
+        if below[node]:
+            waiting += [-1, *reversed(below[node])]
+            parent, depth = place[node], depth + lengths[node]
+    return nodes.layout(np.array(place, dtype=np.int64)[tree.ends])
 
 
 def rows_of_samples(starts: Ints, lengths: Ints, parents: Ints, ends: Ints, offsets: Ints) -> Ints:
     """Return the flat row of every token of every sample, sample by sample: [sum of sample lengths].
 
-    starts, lengths, parents: [N], of the nodes of a layout. ends: [S], the last node of each sample. offsets: [S + 1].
+    starts, lengths, parents: [N], of the nodes of a layout, in pre-order. ends: [S], the last node of each sample.
+    offsets: [S + 1], where a sample begins in the result.
     """
+    last = starts + lengths - 1
+    steps = starts - last[parents]  # from the row before a node on a path; a root's is set below
+    rows = np.ones(int(offsets[-1]), dtype=np.int64)  # steps from row to row: 1 but where a node begins
     nodes, places = ends, offsets[1:]
-    runs: list[tuple[Ints, Ints, Ints]] = []  # for each node of each sample: place in the result, flat start, length
     while len(nodes):  # from the samples' last nodes up to their roots
         places = places - lengths[nodes]
-        runs.append((places, starts[nodes], lengths[nodes]))
+        rows[places] = steps[nodes]
         nodes = parents[nodes]
-        places, nodes = places[nodes >= 0], nodes[nodes >= 0]
-    place, start, length = (np.concatenate(column) for column in zip(*runs, strict=True))
-    order = place.argsort()
-    place, start, length = place[order], start[order], length[order]
-    rows = np.ones(int(offsets[-1]), dtype=np.int64)  # steps from row to row: 1 but where a node begins
-    rows[0] = start[0]
-    rows[place[1:]] = start[1:] - (start + length - 1)[:-1]
-    return np.cumsum(rows, out=rows)
+        inner = nodes >= 0
+        nodes, places = nodes[inner], places[inner]
+    (roots,) = (parents < 0).nonzero()
+    rows[offsets[:-1]] = starts[roots[roots.searchsorted(ends, side="right") - 1]]
+    rows[offsets[1:-1]] -= last[ends[:-1]]
+    return rows.cumsum(out=rows)
+
+
+def rows_above(rows: int, starts: Ints, lengths: Ints, parents: Ints) -> Ints:
+    """Return the row that predicts each of `rows` rows, its predecessor in the samples: [T]; -1 for none.
+
+    starts, lengths, parents: [N], of the nodes of a layout. Rows after them are padding.
+    """
+    above = np.arange(-1, rows - 1)
+    above[starts] = np.append(starts + lengths - 1, -1)[parents]  # the parent -1, of a root, is the last
+    above[int(starts[-1] + lengths[-1]) :] = -1
+    return above
 
 
 def part_of_samples(starts: Ints, lengths: Ints, parents: Ints, ends: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:

@@ -23,9 +23,10 @@ from niels_gpt.storage.errors import TreeError
 
 Ints = npt.NDArray[np.int64]
 
-# Rows of a block. Measured: a call costs about as much as 2,000 pairs, and a larger block computes more pairs that its
-# mask hides.
-BLOCK = 64
+BLOCK = 64  # rows of a block: fewer are more calls, more are more pairs that the block's mask hides
+# Rows x rows x width up to which a dense mask takes less time than the calls of a plan, on a CPU: 395 rows of width
+# 128, 197 of 512. benchmarks/folded_steps.py measures both around it.
+DENSE = 20_000_000
 _SHORTEST_RUN = 8  # tokens: neighbouring leaves of equal length, at least this long, are one batched call
 
 
@@ -54,6 +55,14 @@ class _Nodes(NamedTuple):
     starts: Ints
     stops: Ints
     ends: Ints  # of the subtree
+
+
+def dense_is_faster(rows: int, width: int) -> bool:
+    """Return whether a CPU computes the attention of so few rows faster under a dense mask than by a plan.
+
+    rows: T. width: of the model's hidden states. Both are known before the step, whatever the shape of the tree.
+    """
+    return rows * rows * width <= DENSE
 
 
 def depths(subtree_end: Ints) -> Ints:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,15 +41,18 @@ def concatenated(
     def name(index: int) -> str:
         return str(first) if index < skipped else f"{what} {index - skipped}"
 
-    lengths = [_length(sequence, name(index)) for index, sequence in enumerate(sequences)]
+    try:
+        lengths = list(map(len, sequences))
+    except TypeError:
+        lengths = [_length(sequence, name(index)) for index, sequence in enumerate(sequences)]
     if 0 in lengths[skipped:]:
         raise TreeError(f"{name(lengths.index(0, skipped))} is empty; expected at least one id")
     if all(type(sequence) in (list, tuple) for sequence in sequences):
         ids = _of_lists(sequences, sum(lengths), name)
     else:
-        ids = np.concatenate([_of_one(sequence, name(index)) for index, sequence in enumerate(sequences)])
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    if len(ids) and (ids.min() < 0 or ids.max() > MAX_ID):
+        ids = np.concatenate([_of_one(sequence, name, index) for index, sequence in enumerate(sequences)])
+    offsets = np.fromiter(accumulate(lengths, initial=0), dtype=np.int64, count=len(lengths) + 1)
+    if len(ids) and ids.view(np.uint64).max() > MAX_ID:  # an id below 0 is a large one there
         place = int(np.argmax((ids < 0) | (ids > MAX_ID)))
         index = int(np.searchsorted(offsets, place, side="right")) - 1
         raise TreeError(
@@ -78,13 +81,14 @@ def _of_lists(sequences: Sequence[Any], total: int, name: Callable[[int], str]) 
             done += len(part)
         return ids
     except (TypeError, OverflowError):
-        return np.concatenate([_of_one(sequence, name(index)) for index, sequence in enumerate(sequences)])
+        return np.concatenate([_of_one(sequence, name, index) for index, sequence in enumerate(sequences)])
 
 
-def _of_one(sequence: Any, name: str) -> npt.NDArray[np.int64]:
+def _of_one(sequence: Any, name: Callable[[int], str], index: int) -> npt.NDArray[np.int64]:
     ids = _array(sequence)
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
-        raise TreeTypeError(f"{name} is {ids.dtype} of shape {list(ids.shape)}; expected integers of shape [tokens]")
+        what = f"{ids.dtype} of shape {list(ids.shape)}"
+        raise TreeTypeError(f"{name(index)} is {what}; expected integers of shape [tokens]")
     return ids.astype(np.int64, copy=False)
 
 
@@ -104,7 +108,10 @@ def masks(loss_mask: Iterable[Any] | None, offsets: npt.NDArray[np.int64]) -> np
     arrays = [_array(mask) for mask in loss_mask]
     if len(arrays) != len(lengths):
         raise TreeError(f"there are {len(arrays)} masks for {len(lengths)} sequences")
-    for index, (mask, length) in enumerate(zip(arrays, lengths, strict=True)):
+    whole = np.concatenate(arrays) if [mask.shape for mask in arrays] == [(length,) for length in lengths] else None
+    if whole is not None and (whole.dtype == np.bool_ or bool(((whole == 0) | (whole == 1)).all())):
+        return whole.astype(np.bool_, copy=False)
+    for index, (mask, length) in enumerate(zip(arrays, lengths, strict=True)):  # which one is wrong
         if mask.shape != (length,):
             raise TreeError(
                 f"the mask of sequence {index} has shape {list(mask.shape)}; expected [{length}], as its ids"

@@ -40,7 +40,7 @@ from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.fields import by_target, forms_of
 from niels_gpt.prefix_tree.fold import CROSS_ENTROPY_IGNORE_IDX
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.prefix_tree.radix import Ints, Layout, Tree, pre_order, radix_tree
+from niels_gpt.prefix_tree.radix import Ints, Layout, Tree, radix_layout
 from niels_gpt.storage.errors import TreeError
 
 
@@ -74,8 +74,10 @@ def tree_row(
         raise TreeError("fork_early=True is a layout with one label a row; expected one_label=True with it")
     if edges.num_rows != len(forest.input_ids) or not torch.equal(edges.field_offsets, forest.sample_offsets):
         raise TreeError(f"{edges!r} has other rows or samples than {forest!r}; expected LossEdges.from_forest(forest)")
-    offsets, token = (x.numpy(force=True) for x in (forest.sample_offsets, edges.sample_token))
-    ids = forest.input_ids[forest.sample_rows].numpy(force=True)
+    offsets, token, ids, rows = (
+        x.numpy(force=True) for x in (forest.sample_offsets, edges.sample_token, forest.input_ids, forest.sample_rows)
+    )
+    ids = ids.take(rows)
     layout = _layout(forest, edges, ids, offsets, fork_early, one_label)
     rows = radix.rows_of_samples(layout.starts, layout.lengths, layout.parents, layout.ends, offsets)
     row = {"input_ids": ids[layout.source], "position_ids": layout.depths}
@@ -96,7 +98,8 @@ def tree_row(
     row["segment_id"] = sample.numpy(force=True)
     if segment_parents:
         row |= _parent_keys(layout.parents)
-    return {name: torch.from_numpy(column).to(forest.input_ids.device) for name, column in row.items()}
+    device = forest.input_ids.device
+    return {name: torch.from_numpy(column).to(device) for name, column in row.items()}
 
 
 def _layout(
@@ -123,18 +126,18 @@ def _layout(
 def _several_targets(ids: Ints, starts: Ints, parents: Ints, edges: LossEdges) -> Any:
     """Return whether the last row of each node has several targets: bool [N]."""
     row, target = edges.row.numpy(force=True), edges.target.numpy(force=True)
-    again = np.flatnonzero(row[1:] == row[:-1])  # edges are in the order of their rows
+    (again,) = (row[1:] == row[:-1]).nonzero()  # edges are in the order of their rows
     found = np.zeros(len(starts), dtype=np.bool_)
     # Siblings with equal first tokens, of a forest that forks early, are several edges with one target.
     differ = again[target[again] != target[again + 1]]
-    found[np.searchsorted(starts, row[differ], side="right") - 1] = True
+    found[starts.searchsorted(row[differ], side="right") - 1] = True
     return found
 
 
 def _attention_keys(layout: Layout) -> dict[str, Any]:
     """Return the keys that attention reads."""
     paths = layout.depths[layout.starts] + layout.lengths
-    bounds = np.concatenate([[0], np.cumsum(paths)])
+    bounds = np.append(0, paths.cumsum())
     nodes = np.arange(len(paths))
     return {
         "tree_kv_index": radix.rows_of_samples(layout.starts, layout.lengths, layout.parents, nodes, bounds),
@@ -187,14 +190,16 @@ def forked_early(layout: Layout, forks: Bools, offsets: Ints, *, by_sample: bool
     lengths = layout.lengths - forks + moved
     kept = lengths > 0
     parents = np.where(np.append(kept, True)[parents], parents, np.append(parents, -1)[parents])
-    of_forks = np.flatnonzero(forks[layout.ends])  # samples that end at a node that forks
-    nodes, samples, leaf = np.unique(layout.ends[of_forks], return_index=True, return_inverse=True)
-    samples = of_forks[samples]
-    number = np.append(np.cumsum(kept) - 1, -1)
+    (of_forks,) = forks[layout.ends].nonzero()  # samples that end at a node that forks
+    nodes, samples, leaf = of_forks, of_forks, of_forks
+    if len(of_forks):
+        nodes, samples, leaf = np.unique(layout.ends[of_forks], return_index=True, return_inverse=True)
+        samples = of_forks[samples]
+    number = np.append(kept.cumsum() - 1, -1)
     ends = number[layout.ends]
     ends[of_forks] = int(kept.sum()) + leaf
     below = np.where(kept[nodes], nodes, parents[nodes])
-    ranks = (first[kept], samples) if by_sample else (np.flatnonzero(kept), nodes)
+    ranks = (first[kept], samples) if by_sample else (kept.nonzero()[0], nodes)
     return Tree(
         np.concatenate(
             [(offsets[first] + depths - moved)[kept], offsets[samples] + (depths + layout.lengths)[nodes] - 1]
@@ -216,4 +221,4 @@ def at_the_token(layout: Layout, first_ids: Ints, ids: Ints, offsets: Ints) -> L
     ends = np.bincount(layout.ends, minlength=len(layout.parents))
     if siblings == len(layout.parents) and not bool(((children == 1) & (ends == 0)).any()):
         return layout
-    return pre_order(radix_tree(ids, offsets))
+    return radix_layout(ids, offsets)

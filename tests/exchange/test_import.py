@@ -219,8 +219,12 @@ def test_files_without_borders_are_cut_at_the_end_of_documents(caches, tmp_path,
 
 
 def test_an_import_without_the_length_of_its_text_refuses_bits_per_byte(caches, tmp_path, tokenizer):
-    source = write_bin(tmp_path / "bins", train=tokenizer.encode("the fox"))
-    done = imported(source, caches, "nobytes", "nanogpt", tokenizer=str(caches / "tokenizer"), utf8_bytes=False)
+    source = write_bin(tmp_path / "bins", train=[*tokenizer.encode("the fox"), tokenizer.unk_id, tokenizer.unk_id])
+    whole, done = (
+        imported(source, caches, name, "nanogpt", tokenizer=str(caches / "tokenizer"), utf8_bytes=name == "counted")
+        for name in ("counted", "nobytes")
+    )
+    assert whole.meta["unknown_ids"] == done.meta["unknown_ids"] == 2 and whole.meta["utf8_bytes"]["train"] > 0
     assert "utf8_bytes" not in done.meta and done.meta["built"] == "partial" and find_damage(done.path, deep=True) == []
     with refused("E208", "--no-utf8-bytes"):
         bits_per_byte(5.0, done.path / "train")

@@ -20,6 +20,7 @@ from niels_gpt.prefix_tree.attention import (
     model_inputs,
 )
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.segments_plan import dense_is_faster
 from niels_gpt.prefix_tree.verify import verify_fold
 
 T = len(FOREST.input_ids)
@@ -43,10 +44,20 @@ dense_inputs = partial(model_inputs, backend="dense")
 )
 def test_a_folded_row_has_the_log_probabilities_of_its_samples(attn, model_type, changes):
     model = tiny_model(model_type, attn, **changes)
-    inputs = model_inputs(FOREST, model)
+    inputs = model_inputs(FOREST, model, backend="prefix_tree" if attn == "sdpa" else "auto")
     check_model_inputs(FOREST, model, inputs)
     assert error(model, FOREST, inputs) < 1e-5
     assert inputs["use_cache"] is False and (inputs["attention_mask"] is None) == (attn == "sdpa")
+
+
+def test_short_rows_get_a_mask_and_long_ones_segments():
+    model, long = tiny_model("llama"), PrefixForest.from_sequences([[*range(97)] * 10, [*range(96)] * 10])
+    assert not dense_is_faster(len(long.input_ids), model.config.hidden_size)
+    for forest, by_segments in ((FOREST, False), (long, True), (FOREST, False)):  # whichever way was taken before
+        inputs = model_inputs(forest, model)
+        check_model_inputs(forest, model, inputs)
+        assert ("prefix_tree" in inputs, inputs["attention_mask"] is None) == (by_segments, by_segments)
+        assert error(model, forest, inputs) < 1e-5
 
 
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2])

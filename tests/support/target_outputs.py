@@ -23,4 +23,5 @@ def in_parts_of(values):
     with pytest.MonkeyPatch.context() as patch:
         for module in (forward, target, head):
             patch.setattr(module, "CHUNK_VALUES", values)
+        patch.setattr(target, "CACHED_VALUES", min(values, target.CACHED_VALUES))
         yield

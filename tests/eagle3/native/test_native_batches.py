@@ -1,5 +1,7 @@
 """Batches of the native form against the same slots written out in plain Python, in the process and in workers."""
 
+import pickle
+
 import pytest
 import torch
 from support.eagle3_native import write_native
@@ -68,6 +70,23 @@ def test_workers_give_the_batches_of_the_process_itself(tmp_path):
         assert len(found) == 3
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("form", [{}, {"aux_dtype": "fp8"}], ids=str)
+def test_a_loader_uses_the_memory_of_a_batch_again_when_nothing_refers_to_it(tmp_path, form):
+    write_native(tmp_path, MASKS * 2, cuts=[2], **form)
+    dataset, states = NativeEagle3Dataset(tmp_path), ("aux_hidden_states", "last_hidden_states")
+    alone = [native_batch([dataset[2 * at], dataset[2 * at + 1]], selected_token_ids=KNOWN) for at in range(5)]
+    loader, kept, seen = build_native_dataloader(tmp_path, 2, False), [], []
+    for _ in range(3):
+        for at, batch in enumerate(loader):
+            assert all(torch.equal(batch[name], alone[at][name]) for name in states)
+            seen.append(batch["aux_hidden_states"].data_ptr())
+            if at == 3:
+                kept.append(batch["aux_hidden_states"].view(torch.int16)[:, 1:])  # a view keeps the whole
+    assert all(torch.equal(view, alone[3]["aux_hidden_states"].view(torch.int16)[:, 1:]) for view in kept)
+    assert len({view.data_ptr() for view in kept}) == 3 and len({*seen}) < len(seen)
+    assert len(pickle.dumps(loader.collate_fn)) < 10_000
 
 
 def test_each_rank_has_its_share_in_the_order_of_its_epoch(tmp_path):
