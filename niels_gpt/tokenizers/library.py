@@ -301,14 +301,22 @@ def _content(raw: bytes) -> dict[str, Any]:
 
 
 def _from_memory(content: dict[str, Any]) -> Any:
-    """Open a tokenizer.json by a file in memory, which nobody else can change."""
+    """Open a tokenizer.json by a file in memory; away from Linux by a temporary one of this user. Raises: OSError."""
     import orjson
     from tokenizers import Tokenizer
 
-    with open(os.memfd_create(TOKENIZER_JSON), "wb") as file:
+    if hasattr(os, "memfd_create"):
+        file: Any = open(os.memfd_create(TOKENIZER_JSON), "wb")
+        path = f"/proc/self/fd/{file.fileno()}"
+    else:
+        from tempfile import NamedTemporaryFile
+
+        file = NamedTemporaryFile(suffix=TOKENIZER_JSON)
+        path = file.name
+    with file:
         file.write(orjson.dumps({**content, "truncation": None, "padding": None}))
         file.flush()
-        return Tokenizer.from_file(f"/proc/self/fd/{file.fileno()}")
+        return Tokenizer.from_file(path)
 
 
 def _vocabulary(content: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], dict[int, tuple[str, bool]]]:
@@ -338,8 +346,8 @@ def _unk_id_in(model: dict[str, Any], ids: dict[str, int]) -> int | None:
 
 
 def _refuse(error: BaseException, where: str) -> NoReturn:
-    """Raise the error for a file that the library refuses; the error itself if it is none of the library."""
-    if not is_of_library(error) or isinstance(error, (CacheError, ImportError)):
+    """Raise the error for a file that the library refuses; the error itself if it does not tell of the file."""
+    if not is_of_library(error) or isinstance(error, (CacheError, ImportError, OSError, MemoryError)):
         raise error
     found, remedy = str(error)[:SHOWN], ""
     if is_fast():

@@ -6,6 +6,7 @@ in `folder`, and returns its result as JSON has it. As a script it is that proce
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from niels_gpt.storage.codes import code_of
 from niels_gpt.tokenizers.engine import open_engine
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
+from niels_gpt.tokenizers.library import opened
 
 RELEASE = "1.0.0rc3"
 DECODED = 500  # texts
@@ -58,12 +60,30 @@ def _seen(file, texts):
     }
 
 
+def seen_elsewhere(files, texts):
+    """Return the same as `seen`, on a system without files in memory."""
+    del os.memfd_create
+    return seen(files, texts)
+
+
+def without_descriptors(file):
+    """Return the error number of opening a tokenizer.json where the process may open no more files."""
+    raw = Path(file).read_bytes()
+    opened(raw, file)  # imports everything
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+    try:
+        opened(raw, file)
+    except OSError as error:
+        return error.errno
+    return None
+
+
 def engines(file, texts):
     """Return the names of the engines by choice, whether they give equal ids, and the note of the release."""
     tokenizer = HuggingFaceTokenizer(file)
-    opened = [open_engine(tokenizer, choice) for choice in ("auto", "reference", "gigatoken")]
-    ids = [engine.encode([text.encode() for text in texts], first=0)[0].tolist() for engine in opened]
-    return [engine.name for engine in opened], ids[0] == ids[1] == ids[2], tokenizer.library.note
+    found = [open_engine(tokenizer, choice) for choice in ("auto", "reference", "gigatoken")]
+    ids = [engine.encode([text.encode() for text in texts], first=0)[0].tolist() for engine in found]
+    return [engine.name for engine in found], ids[0] == ids[1] == ids[2], tokenizer.library.note
 
 
 def refusal(folder):

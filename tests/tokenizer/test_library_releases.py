@@ -3,6 +3,7 @@
 1.0 lies in a folder tokenizers-1.0.0rc3 below the one that NIELS_GPT_PEERS names: .ci/run makes it.
 """
 
+import errno
 import json
 import os
 import random
@@ -12,7 +13,16 @@ from pathlib import Path
 
 import pytest
 from support.chat_tokenizers import CHATML
-from support.library_release import RELEASE, engines, environment, in_release, refusal, seen
+from support.library_release import (
+    RELEASE,
+    engines,
+    environment,
+    in_release,
+    refusal,
+    seen,
+    seen_elsewhere,
+    without_descriptors,
+)
 from support.made_tokenizers import REAL, SMALL, any_tokenizer, made_tokenizer, sample_texts
 from test_huggingface import HOSTILE, MARKED, TEXTS
 
@@ -294,6 +304,12 @@ def test_a_damaged_or_hostile_file_is_refused_by_1_0_too(release, tmp_path):
     codes = {name: each.get("code") for name, each in zip(HOSTILE, found, strict=True)}
     assert set(codes.values()) == {"E403"}, {k: v for k, v in codes.items() if v != "E403"}
     assert all(each["text"].isprintable() for each in found)
+
+
+def test_a_system_without_files_in_memory_or_without_free_descriptors_makes_no_file_damaged(release):
+    files = [str(made_tokenizer(name) / "tokenizer.json") for name in ("small llama3", "t5")]
+    assert in_release(release, seen_elsewhere, files, TEXTS) == in_release(release, seen, files, TEXTS)
+    assert in_release(release, without_descriptors, files[0]) == errno.EMFILE
 
 
 # --- without 1.0 ------------------------------------------------------------------------------------------------------
