@@ -82,6 +82,8 @@ __all__ = [
     "num_bytes",
     "reply_edges",
     "reply_runs",
+    "reply_runs_of",
+    "signed_dtype",
     "target_mask",
     "token_dtype_of",
 ]
@@ -289,6 +291,49 @@ def reply_runs(
     has_loss[1:] = is_asst[places[:-1]]
     runs[1:] -= runs[:-1].copy()
     return has_loss, runs
+
+
+def reply_runs_of(
+    ids: Ids,
+    firsts: NDArray[np.int64],
+    lasts: NDArray[np.int64],
+    opened: NDArray[np.bool_] | None,
+    *,
+    asst_id: int,
+    eot_id: int,
+) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
+    """Return which tokens of parts of examples carry loss, run-length encoded; there may be padding between the parts.
+
+    ids [N]: the parts, with any eot_id after each. firsts, lasts [parts]: index of the first and last token of each.
+    opened [parts]: whether each begins inside a reply; None: none does.
+    Returns has_loss, int8 [runs], and runs, int64 [runs]: has_loss.repeat(runs) is int8 [N].
+    """
+    is_eot = ids == eot_id
+    is_asst = ids == asst_id if asst_id != eot_id else np.zeros(ids.shape, dtype=np.bool_)  # as in `reply_edges`
+    is_asst[lasts] = False
+    if opened is not None:  # as if the token before it were the sentinel
+        before = firsts[1:] - 1
+        is_asst[before] = opened[1:]
+        is_eot[before[opened[1:]]] = False
+    is_edge = is_asst.copy()
+    is_edge[:1] |= is_eot[:1]
+    is_edge[1:] |= is_eot[1:] > is_eot[:-1]  # an EOT after an EOT ends nothing: padding has no edges
+    is_edge[lasts] = is_edge[-1:] = True
+    places = is_edge.nonzero()[0]
+    runs, has_loss = places + 1, np.zeros(len(places), dtype=np.int8)
+    runs[1:] -= runs[:-1].copy()
+    has_loss[1:] = is_asst[places[:-1]]
+    if opened is not None:
+        has_loss[:1] = opened[:1]
+    return has_loss, runs
+
+
+def signed_dtype(dtype: np.dtype[Any], vocab_size: int | None) -> np.dtype[Any]:
+    """Return the narrowest signed dtype that holds -100 and ids of `dtype`: int16 if all are below 2 ** 15, else int32.
+
+    vocab_size: that all ids are below; None: not known.
+    """
+    return np.dtype(np.int16 if dtype.itemsize == 2 and vocab_size and vocab_size <= 2**15 else np.int32)
 
 
 def masked_targets(rows: Ids, has_loss: NDArray[np.bool_], runs: NDArray[np.int64]) -> NDArray[Any]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.checksums import BlockSums
 from niels_gpt.cache.formats import IGNORE_INDEX, num_bytes
-from niels_gpt.cache.mmap import IO, mmap_tokens, token_files
+from niels_gpt.cache.mmap import IO, joined, mmap_tokens, token_files
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import path_inside, printable
@@ -90,8 +90,13 @@ class LossBits:
             why = "Nothing predicts it: the bits or the offsets belong to other tokens, or are damaged"
             raise CacheError(self.path, found, remedy=f"{why}. {REBUILD}", code="E201")
 
-    def flat(self, begins: Numbers, ends: Numbers) -> NDArray[np.bool_]:
-        """Return whether tokens begins[k] to ends[k] - 1 carry loss, end to end: bool [sum]. No range is empty."""
+    def flat(self, begins: Numbers, ends: Numbers, pads: Numbers | None = None) -> NDArray[np.bool_]:
+        """Return whether tokens begins[k] to ends[k] - 1 carry loss, end to end: bool [sum]. No range is empty.
+
+        pads: int64 [n], tokens of padding after each range, without loss; None: none.
+        """
+        if not len(begins):
+            return np.zeros(0, dtype=np.bool_)
         firsts, lasts = begins >> 3, num_bytes_of(ends)
         spans, content = zip(firsts.tolist(), lasts.tolist(), strict=True), self._map
         if content is None:
@@ -100,11 +105,11 @@ class LossBits:
             parts = [content[at:end] for at, end in spans]  # a call for each would take half of the time
         bits = np.unpackbits(np.frombuffer(bytearray().join(parts), dtype=np.uint8), bitorder="little")
         places = 8 * (np.cumsum(lasts - firsts) - lasts) + begins  # of each range among the bits
-        if len(begins) == 1:
+        if len(begins) == 1 and pads is None:
             return bits[int(places[0]) : int(places[0] + ends[0] - begins[0])].view(np.bool_)
         every = bits.data
         chosen = [every[at:end] for at, end in zip(places.tolist(), (places + ends - begins).tolist(), strict=True)]
-        return np.frombuffer(bytearray().join(chosen), dtype=np.bool_)
+        return joined(chosen, pads, 0, np.dtype(np.bool_))
 
     def padded(self, begins: Numbers, ends: Numbers, width: int) -> NDArray[np.uint8]:
         """Return the bits of rows of `width` tokens without their first: uint8 [B, ceil((width - 1) / 8)].

@@ -6,7 +6,7 @@ import os
 import re
 import resource
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -233,27 +233,30 @@ class TokenFiles:
         files: NDArray[np.int64],
         places: NDArray[np.int64],
         ends: NDArray[np.int64],
-        out: Ids,
-        at: NDArray[np.int64],
-    ) -> None:
-        """Write ranges of tokens into out, `dtype` [m]: of file f = files[i] from token places[i] - first_tokens[f] on.
+        pads: NDArray[np.int64] | None = None,
+        pad_id: int = 0,
+    ) -> Ids:
+        """Return ranges of tokens end to end: ids [sum]; of file f = files[i] from token places[i] - first_tokens[f].
 
-        files, places, ends: [n]; ends: after the last token, in the numbering of places, above them. at: [n], where in
-        `out` each is written. All files have one dtype. The caller ensures that all tokens are inside the file, and
-        have room. Raises the errors of `gather`.
+        files, places, ends: [n]; ends: after the last token, in the numbering of places, above them. pads: int64 [n],
+        how many pad_id follow each range; None: none. All files have one dtype. The caller ensures that all tokens are
+        inside the file. Raises the errors of `gather`.
         """
-        content, itemsize = out.view(np.uint8).data, out.itemsize
-        begins, stops = (at * itemsize).tolist(), ((at + ends - places) * itemsize).tolist()
+        dtype, size = self.dtype, self.dtype.itemsize
         if not self._are_mapped(files):
-            sources = ((places - self.first_tokens[files]) * itemsize).tolist()
-            for file, source, begin, stop in zip(files.tolist(), sources, begins, stops, strict=True):
-                self._read_into(content[begin:stop], file, source)
-            return
+            firsts, counts = ((places - self.first_tokens[files]) * size).tolist(), ((ends - places) * size).tolist()
+            each = zip(files.tolist(), firsts, counts, strict=True)
+            return joined((self._bytes(file, first, count) for file, first, count in each), pads, pad_id, dtype)
         if self._content is None:
             self._content = np.asarray(self._maps).data
-        tokens, firsts, lasts = self._content, (places * itemsize).tolist(), (ends * itemsize).tolist()
-        for first, last, begin, stop in zip(firsts, lasts, begins, stops, strict=True):
-            content[begin:stop] = tokens[first:last]  # half the time of numpy assignments
+        tokens = self._content
+        each_range = zip((places * size).tolist(), (ends * size).tolist(), strict=True)
+        return joined([tokens[first:last] for first, last in each_range], pads, pad_id, dtype)
+
+    def _bytes(self, file: int, at: int, count: int) -> memoryview:
+        content = memoryview(bytearray(count))
+        self._read_into(content, file, at)
+        return content
 
     def _read(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int, dtype: np.dtype[Any]) -> Ids:
         rows, itemsize = np.empty((len(files), width), dtype=dtype), dtype.itemsize
@@ -312,12 +315,12 @@ class CheckedTokenFiles(TokenFiles):
         files: NDArray[np.int64],
         places: NDArray[np.int64],
         ends: NDArray[np.int64],
-        out: Ids,
-        at: NDArray[np.int64],
-    ) -> None:
-        """Write the same as `TokenFiles.gather_ranges`. Raises the errors of `gather`."""
+        pads: NDArray[np.int64] | None = None,
+        pad_id: int = 0,
+    ) -> Ids:
+        """Return the same as `TokenFiles.gather_ranges`. Raises the errors of `gather`."""
         self._touch(files, places, ends)
-        super().gather_ranges(files, places, ends, out, at)
+        return super().gather_ranges(files, places, ends, pads, pad_id)
 
     def _touch(self, files: NDArray[np.int64], places: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         firsts, sizes = self.first_tokens[files], self._itemsizes[files]
@@ -329,9 +332,20 @@ class CheckedTokenFiles(TokenFiles):
 
     def _block(self, file: int, number: int) -> memoryview:
         start = number * BLOCK_BYTES
-        content = memoryview(bytearray(min(BLOCK_BYTES, self._sizes[file] - start)))
-        self._read_into(content, file, start)
-        return content
+        return self._bytes(file, start, min(BLOCK_BYTES, self._sizes[file] - start))
+
+
+def joined(ranges: Iterable[Any], pads: NDArray[np.int64] | None, pad: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return ranges of memory end to end, as `dtype` [sum]; pads[i] times `pad` follow range i; None: none does."""
+    if pads is not None and pads.any():
+        fill, size = np.full(int(pads.max()), pad, dtype=dtype).view(np.uint8).data, dtype.itemsize
+        parts: list[Any] = []
+        for part, count in zip(ranges, (pads * size).tolist(), strict=True):
+            parts.append(part)
+            if count:
+                parts.append(fill[:count])
+        ranges = parts
+    return np.frombuffer(bytearray().join(ranges), dtype=dtype)  # in half the time of numpy assignments
 
 
 def token_files(files: Sequence[tuple[Path, int | None]], sums: BlockSums, **how: Any) -> TokenFiles:

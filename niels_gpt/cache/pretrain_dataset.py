@@ -147,13 +147,12 @@ class PretrainSplit(Reader):
         self,
         begins: NDArray[np.int64],
         ends: NDArray[np.int64],
-        out: Ids | None = None,
-        at: NDArray[np.int64] | None = None,
+        pads: NDArray[np.int64] | None = None,
+        pad_id: int = 0,
     ) -> Ids:
         """Return tokens begins[i] to ends[i] - 1 of the split, which may lie in several shards, end to end: ids [sum].
 
-        begins, ends: [n], none of the ranges empty. out, at: ids that they are written into and that are returned,
-            range i from at[i] on, ascending. Ids between the ranges stay, and are checked too.
+        begins, ends: [n], none of the ranges empty. pads: int64 [n], how many pad_id follow each range; None: none.
         Raises: IndexError for a range that is not inside the split; CacheError, naming file and place, for an id
             outside meta.json's vocab_size.
         """
@@ -162,29 +161,30 @@ class PretrainSplit(Reader):
         if len(wrong):
             begin, end = int(begins[wrong[0]]), int(ends[wrong[0]])
             raise OutOfRange(f"{self.folder}: no tokens {begin} to {end - 1}: it has {stops[-1]}")
-        if out is None or at is None:
-            until = np.cumsum(ends - begins)
-            out, at = np.empty(until[-1] if len(until) else 0, dtype=self.files.dtype), until - (ends - begins)
         shards = np.zeros(len(begins), dtype=np.int64)
         if len(stops) > 1:
             shards, last = stops.searchsorted(begins, side="right"), stops.searchsorted(ends, side="left")
             if (shards != last).any():  # a range of n shards as n ranges
                 counts = last - shards + 1
-                until, to_out = np.cumsum(counts), np.repeat(at - begins, counts)
+                until = np.cumsum(counts)
                 shards = np.repeat(last + 1 - until, counts) + np.arange(until[-1])
                 begins = np.maximum(np.repeat(begins, counts), stops[shards] - self.lengths[shards])
-                ends, at = np.minimum(np.repeat(ends, counts), stops[shards]), begins + to_out
+                ends = np.minimum(np.repeat(ends, counts), stops[shards])
+                if pads is not None:
+                    after, pads = pads, np.zeros(len(begins), dtype=np.int64)
+                    pads[until - 1] = after
         to_places = (self.files.first_tokens + self.lengths - stops).take(shards)
-        self.files.gather_ranges(shards, begins + to_places, ends + to_places, out, at)
-        limit = id_limit(self.vocab_size, out)
-        if limit is not None and out.size and out.item(out.argmax()) >= limit:
-            place = int((out >= limit).argmax())
-            part = int(at.searchsorted(place, side="right")) - 1
-            file = int(shards[part])
-            token = int(begins[part] - at[part]) + place - int(stops[file] - self.lengths[file])
+        ids = self.files.gather_ranges(shards, begins + to_places, ends + to_places, pads, pad_id)
+        limit = id_limit(self.vocab_size, ids)
+        if limit is not None and ids.size and ids.item(ids.argmax()) >= limit:
+            place = int((ids >= limit).argmax())
+            until = np.cumsum(ends - begins + (0 if pads is None else pads))
+            part = int(until.searchsorted(place, side="right"))
+            file, at = int(shards[part]), place - (int(until[part - 1]) if part else 0)
+            token = int(begins[part]) + at - int(stops[file] - self.lengths[file])
             path, itemsize = self.files.paths[file], self.files.itemsize(file)
-            raise outside_vocabulary(path, token, itemsize, int(out[place]), self.vocab_size)
-        return out
+            raise outside_vocabulary(path, token, itemsize, int(ids[place]), self.vocab_size)
+        return ids
 
     @property
     def _stops(self) -> NDArray[np.int64]:

@@ -17,17 +17,20 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.formats import (
+    IGNORE_INDEX,
     Ids,
     TokenDtype,
     flat_targets,
     has_loss_bits,
     masked_targets,
     reply_runs,
+    reply_runs_of,
+    signed_dtype,
     token_dtype_of,
 )
 from niels_gpt.cache.loss_bits import LossBits, bits_path, limited_by_bits, unpacked
 from niels_gpt.cache.meta import check_pair, reader_meta, recorded_bytes, role_ids, special_id
-from niels_gpt.cache.mmap import IO, check_starts, load_idx, mmap_tokens, token_files
+from niels_gpt.cache.mmap import IO, check_starts, joined, load_idx, mmap_tokens, token_files
 from niels_gpt.cache.pretrain_dataset import as_int64, empty_int64, id_limit, outside_vocabulary
 from niels_gpt.cache.reader import Reader, named_cache
 from niels_gpt.display.numbers import number_of
@@ -191,31 +194,60 @@ class SFTSplit(Reader):
         ends[examples == len(self._starts) - 1] = self.num_tokens
         return self._starts[examples], ends
 
-    def read(self, begins: Numbers, ends: Numbers) -> Ids:
+    def read(self, begins: Numbers, ends: Numbers, pads: Numbers | None = None, pad_id: int = 0) -> Ids:
         """Return the tokens of ranges, end to end: ids [sum]; one range from a map: a read-only view of the file.
 
+        pads: int64 [B], how many pad_id follow each range; None: none.
         Raises: CacheError, naming file and place, for an id outside the vocabulary.
         """
-        if len(begins) == 1:
+        if len(begins) == 1 and pads is None:
             ids = self.unchecked(int(begins[0]), int(ends[0]))
         else:
             tokens, ranges = self._map, zip(begins.tolist(), ends.tolist(), strict=True)
             parts: list[Any] = [self._part(at, end) if tokens is None else tokens[at:end] for at, end in ranges]
-            ids = np.frombuffer(bytearray().join(parts), dtype=self._dtype)
+            ids = joined(parts, pads, pad_id, self._dtype)
         wrong = self._outside(ids)
         if wrong is not None:
-            stops = np.cumsum(ends - begins)
+            stops = np.cumsum(ends - begins + (0 if pads is None else pads))
             part = int(stops.searchsorted(wrong, "right"))
-            raise self._refused(int(ends[part] - stops[part]) + wrong, int(ids[wrong]))
+            raise self._refused(int(begins[part]) + wrong - (int(stops[part - 1]) if part else 0), int(ids[wrong]))
         return ids
 
     def is_target(self, ids: Ids, begins: Numbers, ends: Numbers) -> NDArray[np.bool_]:
         """Return which tokens of ranges carry loss: bool [sum]. ids: from `read`."""
         if self._bits is not None:
             return self._bits.flat(begins, ends)
-        opened = self._opened(begins)
+        opened = self.opened(begins)
         stops = np.cumsum(ends - begins)
         return flat_targets(ids, stops, np.zeros(len(begins), np.bool_) if opened is None else opened, **self.sentinels)
+
+    def masked_ranges(
+        self,
+        ids: Ids,
+        ranges: tuple[Numbers, Numbers, Numbers],
+        opened: NDArray[np.bool_] | None,
+        cut: Numbers,
+    ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Return ids with -100 where they carry no loss, [N] of a signed dtype; and whether last targets carry loss.
+
+        ids: [N] of ranges, with any padding of pad_id after each. ranges: begins and ends, and where in ids each range
+        ends. opened: from `opened`. cut: int64 [C], ranges that are asked for their last target, the token after their
+        last one: bool [C].
+        """
+        begins, ends, stops = ranges
+        lasts, dtype = stops - 1, signed_dtype(ids.dtype, self.vocab_size)
+        signed = ids.view(dtype) if ids.itemsize == dtype.itemsize else ids
+        if self._bits is not None:
+            after = ends[cut]
+            pads = np.diff(stops - (ends - begins), append=len(ids)) - (ends - begins)
+            has_loss = self._bits.flat(begins, ends, pads)
+            return np.where(has_loss, signed, dtype.type(IGNORE_INDEX)), self._bits.flat(after, after + 1)
+        loss, runs = reply_runs_of(ids, stops - (ends - begins), lasts, opened, **self.sentinels)
+        masked = np.array((IGNORE_INDEX, np.iinfo(dtype).max), dtype=dtype).take(loss).repeat(runs)
+        np.minimum(signed, masked, out=masked)
+        last_ids, is_inside = ids[lasts[cut]], masked[lasts[cut]] != IGNORE_INDEX
+        has_loss = (is_inside & (last_ids != self.pad_id)) | (last_ids == self.asst_id)
+        return masked, has_loss & (self.asst_id != self.pad_id)
 
     def padded(self, begins: Numbers, ends: Numbers, width: int) -> Ids:
         """Return rows: ids [B, width], each a range of at most `width` tokens, padded with pad_id.
@@ -262,7 +294,7 @@ class SFTSplit(Reader):
         self, rows: Ids, begins: Numbers, ends: Numbers, whole: bool, opened: NDArray[np.bool_] | None
     ) -> tuple[NDArray[np.bool_], Numbers]:
         if opened is None and not whole:
-            opened = self._opened(begins)
+            opened = self.opened(begins)
         return reply_runs(rows, ends - begins, opened=opened, **self.sentinels)
 
     @property
@@ -293,13 +325,16 @@ class SFTSplit(Reader):
     def _part(self, begin: int, end: int) -> Any:
         return self.unchecked(begin, end) if self._map is None else self._map[begin:end]
 
-    def _opened(self, begins: Numbers) -> NDArray[np.bool_] | None:
-        """Return whether the token before each range, in its example, is inside a reply; None: no range has one.
+    def opened(self, begins: Numbers, firsts: Numbers | None = None) -> NDArray[np.bool_] | None:
+        """Return whether each range begins inside a reply, by the sentinels before it; None: no range does.
+
+        firsts: the first token of the example of each range, if it is known: int64 [B].
 
         That is whether the latest sentinel before it is the assistant's. The ranges look back together, further each
         time, until each has found one or is at the beginning of its example.
         """
-        firsts = self._starts.take(self._starts.searchsorted(begins, "right") - 1)
+        if firsts is None:
+            firsts = self._starts.take(self._starts.searchsorted(begins, "right") - 1)
         (left,) = (begins > firsts).nonzero()
         if not len(left):
             return None

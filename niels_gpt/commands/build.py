@@ -103,7 +103,7 @@ def build_caches(
             print_built(outcomes, failures)
     unmatched = _unmatched(settings, outcomes, failures)
     return Result(
-        {"caches": built_rows(settings, outcomes, failures), **unmatched},
+        lambda: {"caches": built_rows(settings, outcomes, failures), **unmatched},
         print_failures(failures),
         "" if failures else _look(settings, outcomes),
     )

@@ -100,7 +100,6 @@ def build(
 ) -> Result:
     """Build the named caches."""
     from niels_gpt.commands.build import build_caches
-    from niels_gpt.commands.partitions import build_one, on_dask
 
     if is_all and (source or partition is not None):
         other = source[0] if source else "--partition"
@@ -111,8 +110,14 @@ def build(
     if partition is not None and dry_run:
         raise click.UsageError("--dry-run shows all partitions of a cache: leave out --partition")
     if partition is not None:
+        from niels_gpt.commands.partitions import build_one
+
         return build_one(settings, source, partition, refresh=refresh, restart=restart, yes=yes)
-    elsewhere = None if dask is None else on_dask(settings, dask)
+    elsewhere = None
+    if dask is not None:
+        from niels_gpt.commands.partitions import on_dask
+
+        elsewhere = on_dask(settings, dask)
     how: dict[str, Any] = {"dry_run": dry_run, "refresh": refresh, "restart": restart, "yes": yes}
     return build_caches(settings, chosen, **how, in_partitions=elsewhere)
 

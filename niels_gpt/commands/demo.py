@@ -70,7 +70,7 @@ def demo(folder: Path | None) -> Result:
         say(f"\nA chat of {_SHOWN}, and which of its tokens carry loss:\n")
         say(text, is_safe=True)
         say(f"\n{_next(root, outcomes)}")
-    return Result({"folder": str(root), "caches": built_rows(settings, outcomes, failures)}, code)
+    return Result(lambda: {"folder": str(root), "caches": built_rows(settings, outcomes, failures)}, code)
 
 
 def _next(root: Path, outcomes: list[Outcome]) -> str:

@@ -6,6 +6,7 @@ Decides which options --help shows; --help-all shows all of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
@@ -34,6 +35,7 @@ COMMON = {
     "Build": ("cache_dir", "seed", "partitions", "threads"),
 }
 """The settings that --help shows, by panel. Only --help-all shows the others."""
+_ORDER = [name for names in COMMON.values() for name in names]
 _EAGLE3 = "eagle3_"
 _LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")
 """Settings of several entries, one for each use of the flag."""
@@ -59,16 +61,13 @@ def settings_options(
     The callback gets them as keywords; `settings_of` makes Settings of these. only: the fields to take. with_eagle3:
     take the fields of eagle3 too, if `only` is not given.
     """
-    panels = {name: panel for panel, names in COMMON.items() for name in names}
-    types = get_type_hints(Settings)
     options = [
-        _option(field, types[field.name], panels.get(field.name), is_hidden=only is None and field.name not in panels)
-        for field in fields(Settings)
-        if (with_eagle3 or not field.name.startswith(_EAGLE3) if only is None else field.name in only)
+        option
+        for name, option in _options(may_hide=only is None).items()
+        if (with_eagle3 or not name.startswith(_EAGLE3) if only is None else name in only)
     ]
-    order = list(panels)
-    options.sort(key=lambda option: order.index(str(option.name)) if option.name in order else len(order))
-    command.params[:0] = [each for each in command.params if isinstance(each, click.Argument)] + list(options)
+    options.sort(key=lambda option: _ORDER.index(str(option.name)) if option.name in _ORDER else len(_ORDER))
+    command.params[:0] = [*(each for each in command.params if isinstance(each, click.Argument)), *options]
     command.params[:] = list(dict.fromkeys(command.params))
     command.context_settings = {**command.context_settings, "token_normalize_func": _current_name}
     if any(option.hidden for option in options):
@@ -83,6 +82,19 @@ def settings_options(
         }
         command.params.append(Option(["--help-all"], help=text, **flag))
     return command
+
+
+@functools.cache
+def _options(*, may_hide: bool) -> dict[str, Option]:
+    """Return the option of each field of Settings by its name. Commands share them. may_hide: all but COMMON."""
+    panels = {name: panel for panel, names in COMMON.items() for name in names}
+    types = get_type_hints(Settings)
+    return {
+        field.name: _option(
+            field, types[field.name], panels.get(field.name), is_hidden=may_hide and field.name not in panels
+        )
+        for field in fields(Settings)
+    }
 
 
 def _current_name(name: str) -> str:

@@ -11,7 +11,6 @@ import json
 import os
 import stat
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -184,6 +183,8 @@ def shards_of(index: Path, name: str) -> list[str]:
 
 
 def _fetch_all(name: str, commit: str, filenames: Sequence[str]) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(_DOWNLOADS) as pool:
         paths = list(pool.map(partial(hub_file, name, revision=commit), filenames))
     missing = [filename for filename, path in zip(filenames, paths, strict=True) if path is None]

@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import re
-import socket
 import threading
 import time
 import traceback
@@ -146,6 +145,8 @@ def may_pass(error: BaseException) -> bool:
     `isfile` takes any network error for a missing file (datasets/utils/file_utils.py FilesIterable), and so does
     `datasets` with its cache (datasets/load.py dataset_module_factory).
     """
+    from socket import gaierror
+
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     for one in causes(error):
@@ -154,7 +155,7 @@ def may_pass(error: BaseException) -> bool:
         if isinstance(one, HfHubHTTPError):
             status = getattr(getattr(one, "response", None), "status_code", None)
             return status is None or is_passing(status)
-        if isinstance(one, (_client_error(), ConnectionError, TimeoutError, socket.gaierror)):
+        if isinstance(one, (_client_error(), ConnectionError, TimeoutError, gaierror)):
             return True
         # huggingface_hub/file_download.py http_get: a body that ended early; the next download starts again.
         if isinstance(one, OSError) and "Consistency check failed" in str(one):

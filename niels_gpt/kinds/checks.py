@@ -106,20 +106,20 @@ def _tokenizer_matches(
         problem = f"no tokenizer/{META_NAME} beside or above it"
         yield CacheError(files.folder, problem, f"tokenizer {expected[:12]}", code="E401")
         return
-    again = build_again(files.folder, "E402")
     version = resolved(tokenizer)  # one version of both files
     about = read_meta(str(version / META_NAME))
     recorded = about.get("tokenizer_sha256")
     if recorded != expected:
         problem = f"ids of tokenizer {expected[:12]}, but {tokenizer / META_NAME} names tokenizer {str(recorded)[:12]}"
-        yield CacheError(where, problem, remedy=again, code="E402")
+        yield CacheError(where, problem, remedy=build_again(files.folder, "E402"), code="E402")
     name = FILE_OF.get(str(about.get("tokenizer_kind")), MODEL_NAME)
     model = tokenizer / name
     if not os.path.lexists(version / name):
         yield CacheError(model, "no such file", f"tokenizer {expected[:12]}", make_again(tokenizer), code="E401")
     elif (sha256 := sha256_regular(path_inside(version, name))) != expected:
         problem = f"sha256 {sha256[:12]}, but {where} has ids of tokenizer {expected[:12]}"
-        yield CacheError(model, problem, remedy=again if sha256 == recorded else make_again(tokenizer), code="E402")
+        again = build_again(files.folder, "E402") if sha256 == recorded else make_again(tokenizer)
+        yield CacheError(model, problem, remedy=again, code="E402")
 
 
 # --- warnings about the source ----------------------------------------------------------------------------------------

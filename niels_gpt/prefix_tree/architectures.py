@@ -103,7 +103,7 @@ def architecture(model: nn.Module, longest: int, shortest: int, rows: int) -> Ar
         device=next(model.parameters()).device,
         windows={kind: window if kind == "sliding_attention" else None for kind in kinds} if kinds else {"": window},
         takes_dict=bool(kinds),
-        width=text.hidden_size,
+        width=getattr(text, "hidden_size", 1024),  # a usual one, where a config has no such name
     )
 
 

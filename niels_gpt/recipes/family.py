@@ -170,6 +170,7 @@ def family_names() -> list[str]:
     return list(_places())
 
 
+@functools.cache
 def _places() -> dict[str, str]:
     from niels_gpt.kinds.kind import kinds
 

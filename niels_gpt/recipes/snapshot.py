@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +74,8 @@ def take_snapshot(
 
 def _about(source: ResolvedSource, started: dict[str, Any] | None) -> dict[str, Any]:
     """Return the manifest's keys that describe the dataset. started: manifest of an earlier run."""
+    from importlib.metadata import version
+
     recorded = None
     if started is not None and source.asked_revision in (None, started["revision"]):
         recorded = {**started, "fingerprint": f"{source.dataset}@{started['revision']}"}

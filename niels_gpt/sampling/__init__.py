@@ -9,6 +9,7 @@ A run resumes in exactly the same order, even with other ranks, DataLoader worke
     shares.py        weights -> how many samples of a block each source gets; how remainders carry over; their order
     permutation.py   the pseudo-random order of an epoch, in O(1) memory
     state.py         what a state holds, which states are refused, and what a changed mixture takes over from one
+    rows.py          rows read for several batches at once, and cut into batches
     batch.py         what a stream yields: tokens, targets, and the segments that belong together
     packing/         rows without padding: which pieces share a row, and how attention keeps them apart
     prefetching.py   prefetch: batches made ahead in a thread, and copied to the GPU

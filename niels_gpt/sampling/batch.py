@@ -40,12 +40,14 @@ class Segments(NamedTuple):
     """int64 [K]: the piece that each segment is, by its number in the split; -1: padding, or not known."""
     documents: NDArray[np.int64]
     """int64 [K]: number of its document, or example, in the split; -1: as `pieces`."""
+    longest: int
+    """Tokens of the longest segment; 0 where there is none."""
 
     @classmethod
     def whole_rows(cls, count: int, T: int) -> Segments:
         """Return a segment for each of `count` rows, whose piece and document are not known."""
         unknown = np.full(count, -1, dtype=np.int64)
-        return cls(np.arange(0, (count + 1) * T, T, dtype=np.int32), unknown, unknown.copy())
+        return cls(np.arange(0, (count + 1) * T, T, dtype=np.int32), unknown, unknown.copy(), T if count else 0)
 
     @classmethod
     def interleaved(cls, parts: Sequence[tuple[NDArray[np.int64], Segments]], T: int) -> Segments:
@@ -58,6 +60,7 @@ class Segments(NamedTuple):
             np.concatenate((np.concatenate(starts)[order].astype(np.int32), ends)),
             np.concatenate([part.pieces for _, part in parts])[order],
             np.concatenate([part.documents for _, part in parts])[order],
+            max(part.longest for _, part in parts),
         )
 
 
@@ -89,9 +92,7 @@ class Rows(NamedTuple):
         """Return these rows as a batch. state, source: see `Batch`."""
         if self.segments is None:
             return Batch(self.x, self.y, state, source)
-        starts, pieces, documents = self.segments
-        lengths = starts[1:] - starts[:-1]
-        longest = lengths.item(lengths.argmax()) if len(lengths) else 0  # takes half the time of max
+        starts, pieces, documents, longest = self.segments
         cu_seqlens = torch.from_numpy(starts)
         if not self.x.is_cpu:
             cu_seqlens = cu_seqlens.to(self.x.device)

@@ -2,7 +2,6 @@
 
 Units       what an epoch serves: windows, examples, packed rows, or items of an EAGLE-3 cache
 Epochs      sample k is unit permute(k % n) of epoch k // n
-Ahead       makes something for several batches at once
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from niels_gpt.cache.checksums import Check
@@ -23,8 +21,9 @@ from niels_gpt.cache.formats import IGNORE_INDEX, TokenDtype
 from niels_gpt.cache.mmap import IO, TokenFiles, public_file
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, gathered, split_rows
 from niels_gpt.display.numbers import number_of
-from niels_gpt.sampling.batch import Batch, Rows, Segments
+from niels_gpt.sampling.batch import Batch, Rows
 from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
+from niels_gpt.sampling.rows import Ahead, ReadRows
 from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import Located, Numbers, Samples, Stream
 from niels_gpt.storage.codes import CodedWarning
@@ -34,9 +33,6 @@ from niels_gpt.storage.versions import version_name
 
 STREAM_VERSION = 1
 """Version of the order: increased when the same seed and number mean another sample."""
-_TOKENS_AHEAD = 1 << 20  # 2 MiB of ids of 16 bits
-_BATCHES_AHEAD = 64  # so that the first batch of a stream of short rows does not wait for thousands
-Made = TypeVar("Made")
 
 
 class Units(ABC):
@@ -105,27 +101,6 @@ class Epochs(Samples):
         return self.units.locate(units, epochs, self._unit_key)
 
 
-class Ahead(Generic[Made]):
-    """Makes something of located units for several batches at once, where the calls of each batch would cost more."""
-
-    def __init__(self, total: int, T: int, make: Callable[[slice], Made]) -> None:
-        """total: units that are located. make: called with some of them."""
-        self._total, self._T, self._make = total, T, make
-        self._made: tuple[range, Made] | None = None
-
-    def of(self, first: int, count: int) -> tuple[Made, int]:
-        """Return what was made from units first to first + count - 1 and more, and where in it they begin.
-
-        It is made of up to _BATCHES_AHEAD batches, or of as many as have _TOKENS_AHEAD tokens, and kept.
-        """
-        kept = self._made
-        if kept is None or first < kept[0].start or first + count > kept[0].stop:
-            batches = min(max(1, _TOKENS_AHEAD // max(1, count * self._T)), _BATCHES_AHEAD)
-            known = range(first, min(first + batches * count, self._total))
-            self._made = kept = known, self._make(slice(known.start, known.stop))
-        return kept[1], first - kept[0].start
-
-
 class Windows(Units):
     """Windows of T + 1 tokens at stride T: (n - 1) // T of a shard of n tokens; none crosses two shards."""
 
@@ -175,34 +150,39 @@ class Windows(Units):
                 code="E204",
             ) from error
 
-    def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> LocatedWindows:
+    def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> LocatedWindows | Ahead:
         shards = np.searchsorted(self._ends, units, side="right")
         starts = (units - self._begins[shards]) * self.T
         if self.random_offset:
             hashed = mix(mix(key + epochs.astype(np.uint64)) + shards.astype(np.uint64))
             starts += (hashed % (self.remainders[shards] + 1).astype(np.uint64)).astype(np.int64)
         places = starts + self.files.first_tokens[shards]
-        located = LocatedWindows(self.files, self.vocab_size, self.T, shards, places)
-        return self._with_documents(located, places + self._to_split[shards]) if self.documents else located
+        if not self.documents:
+            return LocatedWindows(self.files, self.vocab_size, self.T, shards, places)
+        return Ahead(len(units), self.T, lambda some: self._with_documents(shards[some], places[some]))
 
-    def _with_documents(self, located: LocatedWindows, begins: Numbers) -> LocatedWindows:
-        """Let windows know their documents, looked up for thousands at once, which is faster.
-
-        begins: of each window, in tokens of the split: int64 [n].
-        """
-        index, T = self.split.documents, self.T
+    def _with_documents(self, shards: Numbers, places: Numbers) -> ReadRows:
+        """Read windows whose segments are their documents. shards, places: see `TokenFiles.gather`."""
+        T, index = self.T, self.split.documents
+        begins, rows = places + self._to_split[shards], np.arange(0, len(places) * self.T, self.T)
         firsts, nexts = index.searchsorted(begins, side="right") - 1, index.searchsorted(begins + T, side="left")
-        # One table, not five arrays: a batch slices it once.
-        table = np.stack((begins, firsts, nexts, located.shards, located.places))
-        located.shards, located.places = table[3:]
-        located.segments = Ahead(len(begins), T, lambda some: _Segments(index, T, *table[:3, some]))
-        return located
+        counts = nexts - firsts
+        stops = counts.cumsum()
+        numbers = (nexts - stops).repeat(counts)
+        numbers += np.arange(len(numbers))
+        starts = np.empty(len(numbers) + 1, dtype=np.int32)
+        starts[:-1] = index[numbers] + (rows - begins).repeat(counts)
+        starts[stops - counts], starts[-1] = rows, len(rows) * T  # a row may begin inside a document
+        ids = gathered(self.files, self.vocab_size, shards, places, T + 1)
+        is_last = np.ones(len(numbers), dtype=np.bool_)
+        is_last[stops - 1] = index[nexts] == begins + T  # or its document goes on
+        lasts = starts[1:][is_last].astype(np.int64) - 1
+        others = lasts, np.full(len(lasts), IGNORE_INDEX)
+        return ReadRows(ids[:, :-1], ids[:, 1:], (starts, np.stack((numbers, numbers)), counts), others)
 
 
 class LocatedWindows:
     """Windows whose places are known, of one cache or of the joined files of a mixture's."""
-
-    segments: Ahead[_Segments] | None = None
 
     def __init__(self, files: TokenFiles, vocab_size: int | None, T: int, shards: Numbers, places: Numbers) -> None:
         """shards, places: of each window, as arguments of `TokenFiles.gather`: int64 [n]."""
@@ -212,13 +192,7 @@ class LocatedWindows:
     def read(self, first: int, count: int, device: str) -> Rows:
         last = first + count
         shards, places = self.shards[first:last], self.places[first:last]
-        x, y = split_rows(gathered(self._files, self._vocab_size, shards, places, self._T + 1), device)
-        if self.segments is None:
-            return Rows(x, y)
-        made, at = self.segments.of(first, count)
-        segments, lasts = made.part(at, count)
-        _cut(y, lasts)
-        return Rows(x, y, segments)
+        return Rows(*split_rows(gathered(self._files, self._vocab_size, shards, places, self._T + 1), device))
 
 
 class EpochStream(Stream[Batch]):
@@ -298,51 +272,3 @@ class EpochStream(Stream[Batch]):
             "split": f"{self.split.folder.name}: {number_of(len(lengths), 'shard')}, {int(lengths.sum()):,} tokens",
             "windows": f"{self.num_windows:,} an epoch",
         }
-
-
-class _Segments:
-    """The documents of windows, as segments."""
-
-    def __init__(
-        self,
-        documents: NDArray[np.int64],
-        T: int,
-        begins: NDArray[np.int64],
-        firsts: NDArray[np.int64],
-        nexts: NDArray[np.int64],
-    ) -> None:
-        """documents: see `PretrainSplit.documents`. begins: the first token of each window in the split, int64 [n].
-
-        firsts, nexts: the first document of each window, and the one after its last: int64 [n].
-        """
-        counts = nexts - firsts
-        stops = counts.cumsum()
-        numbers = (nexts - stops).repeat(counts)
-        numbers += np.arange(len(numbers))
-        starts = documents[numbers]
-        starts += (np.arange(0, len(begins) * T, T) - begins).repeat(counts)
-        starts[stops - counts] = np.arange(0, len(begins) * T, T)  # a row may begin inside a document
-        starts = np.append(starts, len(begins) * T)
-        is_cut: NDArray[np.bool_] = np.ones(len(numbers), dtype=np.bool_)
-        is_cut[stops - 1] = documents[nexts] == begins + T
-        self._T, self._numbers, self._starts = T, numbers, starts.astype(np.int32)
-        self._lasts = starts[1:][is_cut] - 1
-        self._stops, self._last_stops = [0, *stops.tolist()], [0, *is_cut.cumsum()[stops - 1].tolist()]
-
-    def part(self, first: int, count: int) -> tuple[Segments, NDArray[np.int64]]:
-        """Return the segments of windows first to first + count - 1, and the last tokens of documents in them."""
-        last, begin = first + count, first * self._T
-        at, to = self._stops[first], self._stops[last]
-        numbers = self._numbers[at:to]
-        lasts = self._lasts[self._last_stops[first] : self._last_stops[last]] - begin
-        return Segments(self._starts[at : to + 1] - np.int32(begin), numbers, numbers.copy()), lasts
-
-
-def _cut(y: torch.Tensor, lasts: NDArray[np.int64]) -> None:
-    """Set targets to -100, in place. lasts: their places in y.view(-1)."""
-    if y.is_cpu:
-        y.numpy().reshape(-1)[lasts] = IGNORE_INDEX
-        return
-    places = torch.from_numpy(lasts)
-    moved = (places.pin_memory() if y.is_cuda else places).to(y.device, non_blocking=y.is_cuda)
-    y.view(-1).index_fill_(0, moved, IGNORE_INDEX)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.formats import TokenDtype
 from niels_gpt.cache.mmap import IO
-from niels_gpt.cache.pretrain_dataset import as_int64, split_rows
 from niels_gpt.cache.sft_counts import OverLength, count_rows, warn_of_counts
-from niels_gpt.cache.sft_dataset import chosen_targets
 from niels_gpt.cache.sft_split import SFTSplit
-from niels_gpt.sampling.batch import Batch, Rows, Segments
+from niels_gpt.sampling.batch import Batch
 from niels_gpt.sampling.epochs import Epochs, Units
+from niels_gpt.sampling.rows import Ahead, PlacedPieces, ReadRows, read_pieces
 from niels_gpt.sampling.stream import Numbers, Stream
 from niels_gpt.storage.meta_json import checked_int, printable
 from niels_gpt.storage.versions import version_name
@@ -51,46 +48,19 @@ class Examples(Units):
     def settings(self) -> dict[str, Any]:
         return {"T": self.T, "over_length": self.over_length, "require_targets": self.require_targets}
 
-    def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> _LocatedExamples:
-        return _LocatedExamples(self, np.stack(self.rows.places(self.split, units)))
+    def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> Ahead:
+        begins, ends, pieces, examples = self.rows.places(self.split, units)
+        return Ahead(
+            len(units), self.T, lambda some: self._read(begins[some], ends[some], pieces[some], examples[some])
+        )
 
-
-class _LocatedExamples:
-    """Rows whose places are known."""
-
-    def __init__(self, units: Examples, places: Numbers) -> None:
-        """places: the first token, the one after the last, the piece, and its example: int64 [4, n].
-
-        One array, not four: a batch slices it once.
-        """
-        self._units, self._places = units, places
-
-    def read(self, first: int, count: int, device: str) -> Rows:
-        units, places = self._units, self._places[:, first : first + count]
-        split, windows = units.split, units.rows.opened
-        begins, ends = places[0], places[1]
-        rows = split.padded(begins, ends, units.T + 1)
-        opened = None if windows is None else windows[places[2]]
-        segments = _segments(ends - begins, places[2:], units.T)
-        if device == "cpu":
-            y = split.masked(rows, begins, ends, whole=opened is None, opened=opened)
-            return Rows(torch.from_numpy(as_int64(rows[:, :-1])), torch.from_numpy(y), segments)
-        is_target = split.targets(rows, begins, ends, whole=opened is None, opened=opened)
-        x, y_all = split_rows(rows, device)
-        return Rows(x, chosen_targets(y_all, is_target), segments)
-
-
-def _segments(lengths: Numbers, numbers: Numbers, T: int) -> Segments:
-    """Return a segment of the piece of each row, and one of its padding, where it has any.
-
-    lengths: tokens of each piece, up to T + 1: [B]. numbers: of each piece, and of its example: [2, B].
-    """
-    table, is_segment = _empty_segments(len(lengths), T).copy(), np.ones(2 * len(lengths) + 1, dtype=np.bool_)
-    table[0, 1::2] = table[0, :-1:2] + lengths
-    table[1:, :-1:2] = numbers
-    is_segment[1::2] = lengths < T
-    starts, pieces, documents = table.take(is_segment.nonzero()[0], axis=1)
-    return Segments(starts.astype(np.int32), pieces[:-1], documents[:-1])
+    def _read(self, begins: Numbers, ends: Numbers, pieces: Numbers, examples: Numbers) -> ReadRows:
+        """Read rows of one piece each, whose token T is the target of token T - 1."""
+        last, opened = begins + self.T, self.rows.opened
+        inside = None if opened is None or self.split.has_bits else opened[pieces]
+        numbers, counts = np.stack((pieces, examples)), np.ones_like(begins)
+        placed = PlacedPieces(counts, numbers, begins, np.minimum(ends, last), ends > last, inside)
+        return read_pieces(self.split, placed, self.T, self.split.pad_id)
 
 
 class SFTStream(Stream[Batch]):
@@ -165,14 +135,3 @@ class SFTStream(Stream[Batch]):
             "rows": f"{counts.rows:,} an epoch, over_length={self.over_length}",
             "supervised tokens": f"{counts.supervised_tokens:,}, {lost:,} of them in no row",
         }
-
-
-@functools.lru_cache(maxsize=4)
-def _empty_segments(count: int, T: int) -> NDArray[np.int64]:
-    """Return starts, pieces and documents of each row's piece and its padding, in turn, and of the end: -1 where open.
-
-    int64 [3, 2 * count + 1]. Kept: batches of 8 short rows take longer to prepare than to read.
-    """
-    table = np.full((3, 2 * count + 1), -1)
-    table[0, ::2] = np.arange(0, count * T + 1, T)
-    return table

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +64,12 @@ def state_numbers(state: Mapping[str, Any], key: str, count: int) -> list[int]:
     return [state_count({key: number}, key) for number in numbers]
 
 
+def copier(identity: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Return a function that makes deep copies of an identity: every batch has one, so this must be quick."""
+    is_flat = not any(isinstance(one, dict | list) for one in identity.values())
+    return identity.copy if is_flat else partial(copied, identity)
+
+
 def copied(value: Any) -> Any:
     """Return a deep copy of a dict or list of scalars, dicts and lists."""
     copy = value.copy()
@@ -80,13 +87,16 @@ def identity_crc(identity: Mapping[str, Any]) -> int:
 def sealed(
     identity: dict[str, Any], crc: int, progress: Mapping[str, Any], worker: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Return a state: the identity of the stream, its progress, and a checksum of both.
+    """Return a state: the identity of the stream, which it takes over, its progress, and a checksum of both.
 
     crc: from `identity_crc`. progress: integers, and lists of them, which the state takes over. worker: in a DataLoader
-    worker, [worker, workers, global_batch_size]. Every batch has a state, so this must be quick.
+    worker, [worker, workers, global_batch_size].
     """
-    state = {**copied(identity), **progress, "checksum": _checksum(crc, progress, worker)}
-    return {**state, "worker": list(worker)} if worker else state
+    identity.update(progress)
+    identity["checksum"] = _checksum(crc, progress, worker)
+    if worker:
+        identity["worker"] = list(worker)
+    return identity
 
 
 def check_checksum(state: Mapping[str, Any], identity: Iterable[str], progress: Iterable[str]) -> None:

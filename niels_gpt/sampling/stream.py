@@ -24,7 +24,16 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from niels_gpt.display.tables import html_table
-from niels_gpt.sampling.state import check_checksum, check_identity, identity_crc, sealed, state_count, state_numbers
+from niels_gpt.sampling.state import (
+    check_checksum,
+    check_identity,
+    copied,
+    copier,
+    identity_crc,
+    sealed,
+    state_count,
+    state_numbers,
+)
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import NoLength, StateError, StreamUseError
 from niels_gpt.storage.meta_json import checked_int, shortened
@@ -268,7 +277,7 @@ class Stream(IterableDataset[B], Generic[B]):
         info, identity, base = get_worker_info(), self.identity(), self._consumed
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         self._check_may_start(None if info is None else info.id)
-        this, crc = object(), identity_crc(identity)
+        this, crc, copy = object(), identity_crc(identity), copier(identity)
         self._iterator, self._is_loaded = this, False
         for work, consumed, next_base in self._work(base, worker, workers):
             if self._iterator is not this:
@@ -277,7 +286,7 @@ class Stream(IterableDataset[B], Generic[B]):
                 )
             if info is None and READER.lend is not None:
                 READER.lend(self)
-            made = [self._batch(work, sealed(identity, crc, self._progress(consumed)))]
+            made = [self._batch(work, sealed(copy(), crc, self._progress(consumed)))]
             if info is None:
                 self._consumed = consumed
             else:
@@ -347,8 +356,8 @@ class Stream(IterableDataset[B], Generic[B]):
         if info is not None and self._worker_base is not None:
             # For StatefulDataLoader: the position of this worker alone.
             worker = [info.id, info.num_workers, self.global_batch_size]
-            return sealed(identity, identity_crc(identity), self._progress(self._worker_base), worker)
-        return sealed(identity, identity_crc(identity), self._progress(self._consumed))
+            return sealed(copied(identity), identity_crc(identity), self._progress(self._worker_base), worker)
+        return sealed(copied(identity), identity_crc(identity), self._progress(self._consumed))
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_other_content: bool = False) -> None:
         """Resume exactly where a state was taken, with any rank, world_size, global_batch_size and number of workers.

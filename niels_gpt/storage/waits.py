@@ -6,7 +6,6 @@ Used for requests to the hub, requests to buckets, and retries of Dagster's step
 from __future__ import annotations
 
 import datetime
-import email.utils
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,11 +38,13 @@ def asked_seconds(headers: Mapping[str, str]) -> float | None:
 
     headers: of a response; a plain dict has its names in lower case or as the RFC writes them.
     """
+    from email.utils import parsedate_to_datetime
+
     value = str(headers.get("Retry-After") or headers.get("retry-after") or "").strip()
     if value.isdecimal() and len(value) < 20:
         return float(value)
     try:
-        when = email.utils.parsedate_to_datetime(value)
+        when = parsedate_to_datetime(value)
     except ValueError:
         return None
     # A date without a zone is in GMT.

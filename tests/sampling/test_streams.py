@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from niels_gpt.cache import CacheError
 from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.cache.checksums import BlockSums
-from niels_gpt.sampling import EpochStream, SFTStream
+from niels_gpt.sampling import EpochStream, PackedStream, SFTStream
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the last batch has"),
@@ -299,3 +299,34 @@ def test_an_id_outside_the_vocabulary_is_an_error_and_no_batch(tmp_path, kind, c
     with refused("E409", "65535", kind=CacheError) as caught:
         next(iter(stream))
     assert any(path.name in str(caught) for path in files)
+
+
+@pytest.mark.parametrize(
+    ("stream", "cache", "arguments"),
+    [
+        (EpochStream, "pretrain/train", {"T": 4, "documents": True}),
+        (PackedStream, "pretrain", {"T": 4}),
+        (PackedStream, "bits", {"T": 6}),
+        (SFTStream, "chats", {"T": 6, "over_length": "split"}),
+    ],
+)
+def test_rows_before_a_damaged_one_are_served_though_all_are_read_at_once(
+    tmp_path, stream, cache, arguments, monkeypatch
+):
+    arguments = {**arguments, "global_batch_size": 1, "seed": 0, "epochs": 1}
+    folder = build_caches(tmp_path) / cache
+    whole, damaged = list(stream(folder, **arguments)), stream(folder, **arguments)
+    path = next(path for path in sorted(folder.resolve().rglob("*.bin")) if path.name.startswith(("shard", "train")))
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    with open(path, "r+b") as file:
+        file.seek(6)
+        file.write(np.array([65_535], "<u2").tobytes())
+    os.utime(path, ns=times)
+    monkeypatch.setattr(BlockSums, "check_opened", lambda *_, **__: None)  # its checksums would refuse it
+    served = []
+    with refused("E409", "65535", kind=CacheError):
+        for batch in damaged:
+            served.append(batch.x)
+    assert 0 < len(served) < len(whole)
+    assert all(torch.equal(x, batch.x) for x, batch in zip(served, whole, strict=False))
+    assert damaged.consumed_samples == len(served)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from niels_gpt.cache.checksums import Check
@@ -19,11 +18,11 @@ from niels_gpt.cache.mmap import IO, public_file
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.cache.reader import named_cache
 from niels_gpt.cache.sft_counts import OverLength
-from niels_gpt.sampling.batch import Batch, Rows, Segments
-from niels_gpt.sampling.epochs import Ahead, Epochs, Units
+from niels_gpt.sampling.batch import Batch
+from niels_gpt.sampling.epochs import Epochs, Units
 from niels_gpt.sampling.packing.pieces import PackedCounts, Pieces
 from niels_gpt.sampling.packing.plan import PLAN_VERSION, Plan, Turn
-from niels_gpt.sampling.packing.rows import PlacedPieces, ReadRows
+from niels_gpt.sampling.rows import Ahead, PlacedPieces, ReadRows, read_pieces
 from niels_gpt.sampling.stream import Numbers, Stream
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.meta_json import checked_int, printable
@@ -109,17 +108,20 @@ class PackedRows(Units):
         """Documents of more than T tokens."""
         return self._pieces.num_long
 
-    def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> _LocatedRows:
-        return _LocatedRows(self, units, epochs, key)
+    def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> Ahead:
+        return Ahead(len(units), self.T, lambda some: self._read(units[some], epochs[some], key))
 
-    def read(self, rows: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> ReadRows:
+    def _read(self, rows: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> ReadRows:
         """Read rows of the plan, each in an epoch: int64 [n] both; key: uint64 [1], of the turns."""
         counts, at = self._plan.located(rows)
         pieces = self._pieces_at(at, counts, epochs, key)
         documents, begins, document_ends = self._pieces.located(pieces)
         ends = begins + self._plan.lengths.take(at)
-        placed = PlacedPieces(counts, pieces, documents, begins, ends, document_ends)
-        return ReadRows(self.split, placed, self.T, self.pad_id)
+        is_cut = None if document_ends is None else ends < document_ends
+        has_none = self.is_pretrain or not self.num_long or self.split.has_bits
+        opened = None if has_none else self.split.opened(begins, self._starts().take(documents))
+        placed = PlacedPieces(counts, np.stack((pieces, documents)), begins, ends, is_cut, opened)
+        return read_pieces(self.split, placed, self.T, self.pad_id)
 
     def _pieces_at(self, at: Numbers, counts: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> Numbers:
         """Return the pieces of rows. at: their places in the plan's slots; counts: of pieces of each row."""
@@ -139,30 +141,6 @@ class PackedRows(Units):
             self._turns = {number: turns[number] for number in list(turns)[-_TURNS_KEPT:]}  # replaced: threads may read
             turn = turns[epoch]
         return turn
-
-
-class _LocatedRows:
-    """Rows of a plan, read up to 64 batches at a time."""
-
-    def __init__(self, units: PackedRows, rows: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> None:
-        self._T = units.T
-        self._ahead = Ahead(len(rows), units.T, lambda some: units.read(rows[some], epochs[some], key))
-
-    def read(self, first: int, count: int, device: str) -> Rows:
-        if not count:
-            empty = torch.empty((0, self._T), dtype=torch.int64, device=device)
-            return Rows(empty, empty.clone(), Segments.whole_rows(0, self._T))
-        made, at = self._ahead.of(first, count)
-        x, y, segments = made.part(at, count)
-        return Rows(_moved(x, device), _moved(y, device), segments)
-
-
-def _moved(values: Numbers, device: str) -> torch.Tensor:
-    tensor = torch.from_numpy(values)
-    if str(device) == "cpu":
-        return tensor
-    on_cuda = torch.device(device).type == "cuda"  # pinned, so that the call does not wait for the copy
-    return (tensor.pin_memory() if on_cuda else tensor).to(device, non_blocking=on_cuda)
 
 
 class PackedStream(Stream[Batch]):
