@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from niels_gpt.storage.errors import UsageError as UsageError  # raised for a wrong setting
+
 
 def usable_cores() -> int:
     """Return how many cores this process may use; all cores if the system cannot tell."""
