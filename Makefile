@@ -49,7 +49,6 @@ bench: $(VENV)/.installed  ## speed as ratios to a limit and a peer
 	$(BIN)/python benchmarks/build.py
 	$(BIN)/python benchmarks/build_fast.py
 	$(BIN)/python benchmarks/commands.py
-	$(BIN)/python benchmarks/dagster_commands.py
 	$(BIN)/python benchmarks/eagle3.py
 	$(BIN)/python benchmarks/prefix_tree.py
 

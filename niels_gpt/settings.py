@@ -6,7 +6,9 @@ A field's `metadata["help"]` is the flag's help text: meaning, unit, and the sou
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from typing import Any
 
 
@@ -233,3 +235,13 @@ class Settings:
             expected = f"{least} or more" if most is None else f"{least} to {most}"
             expected = expected if below is None else f"{least} or more, below {below}"
             raise ValueError(f"{each.name} (--{each.name.replace('_', '-')}) is {value}, expected {expected}")
+
+
+def __getattr__(name: str) -> Any:
+    """Return UsageError, and warn (W104): it is in storage.errors."""
+    if name != "UsageError":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from niels_gpt.storage.codes import CodedWarning
+
+    warnings.warn(CodedWarning("W104", "UsageError is in niels_gpt.storage.errors"), stacklevel=2)
+    return import_module("niels_gpt.storage.errors").UsageError  # which imports this module

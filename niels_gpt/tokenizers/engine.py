@@ -263,7 +263,7 @@ def _opened(tokenizer: Tokenizer, choice: str) -> Engine:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         is_as_fast = is_fast()
         if tokenizer.library.note:
-            _say(tokenizer.library.note)
+            _say(tokenizer.library.note, "W413")
     if choice == "reference" or (choice == "auto" and (reference.name == "encode" or is_as_fast)):
         return reference
     if reference.name == "encode":
@@ -289,9 +289,9 @@ def _opened(tokenizer: Tokenizer, choice: str) -> Engine:
 
 
 @functools.cache
-def _say(text: str) -> None:
-    """Log a text once: a run opens its tokenizer for each cache."""
-    logger.info(text)
+def _say(text: str, code: str = "") -> None:
+    """Log a text once: a run opens its tokenizer for each cache. code: of a warning."""
+    logger.log(logging.WARNING if code else logging.INFO, text, extra={"code": code} if code else None)
 
 
 def _refusal(tokenizer: FullTokenizer, error: UnusableError | EngineDifference) -> CacheError:

@@ -98,3 +98,10 @@ def test_an_earlier_module_warns_and_gives_the_same_objects(module):
         import_module(name)
     for old, new in EARLIER_MODULES[module].items():
         assert named(f"{module}.{old}") is named(new)
+
+
+def test_the_earlier_place_of_one_name_warns_and_gives_the_same_object():
+    with pytest.warns(CodedWarning, match=r"UsageError is in niels_gpt\.storage\.errors .*\[W104\]$"):
+        assert named("settings.UsageError") is named("storage.errors.UsageError")
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        named("settings.Nothing")

@@ -5,6 +5,7 @@ in `folder`, and returns its result as JSON has it. As a script it is that proce
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -59,11 +60,18 @@ def _seen(file, texts):
 
 
 def engines(file, texts):
-    """Return the names of the engines by choice, whether they give equal ids, and the note of the release."""
+    """Return the names of the engines by choice, whether their ids are equal, the note, and codes of warnings."""
+    codes = []
+    watch = logging.Handler(logging.WARNING)
+    watch.emit = lambda record: codes.append(getattr(record, "code", ""))
     tokenizer = HuggingFaceTokenizer(file)
-    opened = [open_engine(tokenizer, choice) for choice in ("auto", "reference", "gigatoken")]
+    logging.getLogger("niels_gpt").addHandler(watch)
+    try:
+        opened = [open_engine(tokenizer, choice) for choice in ("auto", "reference", "gigatoken")]
+    finally:
+        logging.getLogger("niels_gpt").removeHandler(watch)
     ids = [engine.encode([text.encode() for text in texts], first=0)[0].tolist() for engine in opened]
-    return [engine.name for engine in opened], ids[0] == ids[1] == ids[2], tokenizer.library.note
+    return [engine.name for engine in opened], ids[0] == ids[1] == ids[2], tokenizer.library.note, codes
 
 
 def refusal(folder):
