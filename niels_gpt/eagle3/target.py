@@ -218,7 +218,7 @@ def pieces(slots: Tensor, logits: Tensor) -> Iterator[slice | Tensor]:
 def most_probable(logits: Tensor) -> Tensor:
     """Return the argmax of logits [n, V], int64 [n]; of equal ones the first. On a CPU numpy is faster than torch."""
     if logits.is_cpu and logits.dtype == torch.float32:
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+        return torch.from_numpy(logits.detach().numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
 
 

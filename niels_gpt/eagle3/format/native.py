@@ -167,11 +167,14 @@ def dequantize_into(out: torch.Tensor, values: torch.Tensor, scales: torch.Tenso
 
 
 def _chunk_memory(values: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int16 and float32 memory for a chunk. A thread keeps it: its first touch takes as long as the chunk."""
-    kept: tuple[torch.Tensor, torch.Tensor] | None = getattr(_kept, "memory", None)
+    """Return int16 and float32 memory for a chunk. A thread keeps it: its first touch takes as long as the chunk.
+
+    It is kept by numpy: a tensor that is first made in inference mode cannot be written to outside of it.
+    """
+    kept: tuple[NDArray[np.int16], NDArray[np.float32]] | None = getattr(_kept, "memory", None)
     if kept is None or len(kept[0]) < values:
-        kept = _kept.memory = torch.empty(values, dtype=torch.int16), torch.empty(values)
-    return kept[0][:values], kept[1][:values]
+        kept = _kept.memory = np.empty(values, np.int16), np.empty(values, np.float32)
+    return torch.from_numpy(kept[0][:values]), torch.from_numpy(kept[1][:values])
 
 
 def _has_nan(values: torch.Tensor) -> bool:

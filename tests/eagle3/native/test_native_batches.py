@@ -1,6 +1,7 @@
 """Batches of the native form against the same slots written out in plain Python, in the process and in workers."""
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -87,6 +88,16 @@ def test_a_loader_uses_the_memory_of_a_batch_again_when_nothing_refers_to_it(tmp
     assert all(torch.equal(view, alone[3]["aux_hidden_states"].view(torch.int16)[:, 1:]) for view in kept)
     assert len({view.data_ptr() for view in kept}) == 3 and len({*seen}) < len(seen)
     assert len(pickle.dumps(loader.collate_fn)) < 10_000
+
+
+def test_a_loader_goes_from_inference_mode_to_training(tmp_path):
+    write_native(tmp_path, MASKS, cuts=[2], aux_dtype="fp8")
+    loader = build_native_dataloader(tmp_path, 2, False)
+    with ThreadPoolExecutor(1) as pool:  # a thread has its own memory: this one has none yet
+        evaluated = pool.submit(torch.inference_mode()(lambda: [batch["aux_hidden_states"] for batch in loader]))
+        trained = pool.submit(lambda: [batch["aux_hidden_states"] for batch in loader])
+    pairs = list(zip(evaluated.result(), trained.result(), strict=True))
+    assert all(torch.equal(*pair) and pair[1].requires_grad_() is pair[1] for pair in pairs)
 
 
 def test_each_rank_has_its_share_in_the_order_of_its_epoch(tmp_path):
