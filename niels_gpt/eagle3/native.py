@@ -191,6 +191,7 @@ def native_batch(
             f"{len(samples)} samples of {len(forms)} forms, the longest of {longest:,} tokens, expected one form and "
             f"{width:,} tokens at most"
         )
+    memory = memory or BatchMemory()
     ids, masks, slots, rows = _integers(samples, width)
     argmax = torch.cat([sample.argmax_ids[keep] for sample, keep in zip(samples, rows, strict=True)])
     position_mask = torch.zeros(len(samples) * width, dtype=torch.bool)
@@ -200,9 +201,9 @@ def native_batch(
         "attention_mask": masks[0],
         "loss_mask": masks[1],
         "position_mask": position_mask.view(len(samples), width, 1),
-        "aux_hidden_states": _aux_of(samples, width, memory or BatchMemory()),
+        "aux_hidden_states": _aux_of(samples, width, memory),
         "target_slots": slots,
-        "last_hidden_states": _last_of(samples, rows, memory or BatchMemory()),
+        "last_hidden_states": _last_of(samples, rows, memory),
         "log_normalizers": torch.cat([s.log_normalizers[keep] for s, keep in zip(samples, rows, strict=True)]),
         "argmax_ids": argmax,
     }

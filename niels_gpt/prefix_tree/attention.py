@@ -4,8 +4,9 @@
     with guard(forest, model):                    # checks every forward in the block before it runs
         hidden, head = body_forward(model, forest)   # of heads.py, through any wrapper; or model(**inputs).logits
 
-By default a model of "sdpa" is set to "prefix_tree" (segments.py), which computes the pairs of the forest and runs
-every other forward as "sdpa" does. "eager" gets a dense mask: T^2 values, computed at each call and not kept.
+By default a model of "sdpa" on a CPU gets a dense mask for a short row: T^2 values, computed at each call and not kept.
+For a longer row it is set to "prefix_tree" (segments.py), which computes the pairs of the forest and runs every other
+forward as "sdpa" does. "eager" gets a dense mask at any length.
 
 These mistakes raise no error in transformers 5.23: without mask and segments, repeated positions are read as packed
 sequences; a 2-D mask of ones becomes a causal mask, which leaks; without positions, tokens are numbered along the flat
@@ -18,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -117,11 +118,12 @@ def model_inputs(forest: PrefixForest, model: nn.Module, *, backend: Backend = "
     return inputs
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class HfForward:
     """A model of transformers as a function of ids, positions and mask; see `hf_forward`."""
 
     model: nn.Module
+    route: str = field(default="", init=False)  # of the last row: "by segments", "under a mask"; "": a plain sample
 
     def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Return logits [1, T, V]."""
@@ -136,6 +138,7 @@ class HfForward:
         longest = int(positions.max()) + 1
         traits = architecture(self.model, longest, int(ends.min()) if len(ends) else longest, rows)
         inputs: dict[str, Any] = {"input_ids": ids.to(traits.device), "use_cache": False}
+        self.route = ""
         count = torch.arange(rows, device=positions.device)
         if not torch.equal(positions[0], count) or not torch.equal(seen, count <= count[:, None]):
             segments = (
@@ -145,6 +148,7 @@ class HfForward:
                 masks = masks_of(traits, positions[0].to(traits.device), seen.to(traits.device))
             inputs |= {"position_ids": positions.to(traits.device)}
             inputs |= {"attention_mask": masks} if segments is None else {NAME: segments}
+            self.route = "under a mask" if segments is None else "by segments"
         logits: Tensor = self.model(**inputs).logits
         return logits
 
@@ -153,10 +157,11 @@ def hf_forward(model: nn.Module) -> HfForward:
     """Return a model of transformers as a function of ids [1, T], positions [1, T] and mask bool [1, 1, T, T].
 
     The function returns logits [1, T, V]; `.model` is the model. It converts the mask to the form that the model takes,
-    sliding windows included: to segments if the model is set to "prefix_tree" and the mask is a forest. It runs a plain
-    sample (causal mask, positions from 0) only by its ids, so that `verify_fold` compares a fold with the model itself
-    and not with the rules of this module. It raises AttentionRouteError (E802) where `model_inputs` does, and for
-    arguments of another form.
+    sliding windows included: to segments if the model is set to "prefix_tree" and the mask is a forest. `.route` says
+    how the last row ran. To check segments, first call `use_segments(model)`: short rows leave a model of "sdpa" as it
+    is. It runs a plain sample (causal mask, positions from 0) only by its ids, so that `verify_fold` compares a fold
+    with the model itself and not with the rules of this module. It raises AttentionRouteError (E802) where
+    `model_inputs` does, and for arguments of another form.
     """
     return HfForward(model)
 

@@ -180,6 +180,7 @@ class FoldReport:
     weight_error: float = 0.0  # the largest, relative to the sum of the absolute weights of the pair
     gradient_error: float | None = None  # |folded - unfolded| / |unfolded|, norms over all parameters
     worst_parameter: tuple[str, float] | None = None  # relative to its norm, at least 1 % of the total norm
+    route: str = ""  # how the fold ran, "by segments" or "under a mask", if forward has it as `.route`
     not_compared: str = ""  # the reason if something was not compared
 
     @property
@@ -258,6 +259,7 @@ class FoldReport:
         nothing = "Nothing to do for what was compared." if missing else "Nothing to do."
         advice = f"What to do: {ADVICE[findings[0]]}" if findings else nothing
         precision = "" if self.changed_samples else f"; {self.dtype}, tolerance {self.tolerance:g}"
+        precision += f", {self.route}" if self.route else ""
         padding = f" and {self.padding} of padding" if self.padding else ""
         marks = {True: "FAILED", False: "ok", None: "-"}
         return "\n".join(
@@ -462,6 +464,8 @@ def _probed(
     """Return the logits of the fold; report whether they are deterministic and finite, and the leaks."""
     with torch.no_grad():
         logits, again = (_run(forward, fold.ids, fold.positions, fold.mask) for _ in range(2))
+        route = getattr(forward, "route", "")
+        report.route = route if isinstance(route, str) else ""
         largest = int(torch.cat([fold.ids, pairs.target]).max())
         if largest >= logits.shape[1]:
             raise FoldError(f"forward returned {logits.shape[1]} logits a row; the batch has the id {largest}")

@@ -92,7 +92,7 @@ def test_gradients_of_bins_add_up_to_those_of_one_row():
     def gradients(forests, tokens):
         for forest in forests:
             edges = LossEdges.from_forest(forest)
-            logp = edge_logprobs(model(**model_inputs(forest, model)).logits, edges)
+            logp = edge_logprobs(model(**model_inputs(forest, model, backend="prefix_tree")).logits, edges)
             (-(edges.weight * logp).sum() / tokens).backward()
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 

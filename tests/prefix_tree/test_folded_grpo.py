@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -58,8 +59,10 @@ def test_six_steps_are_those_of_the_unfolded_trainer(example, options, folder):
 
 
 @pytest.mark.slow
-def test_six_steps_of_an_adapter_are_those_of_the_unfolded_trainer(example, folder):
+def test_six_steps_of_an_adapter_are_those_of_the_unfolded_trainer(example, folder, monkeypatch):
     peft = pytest.importorskip("peft", reason="the extra `rl` brings it")
+    # Rows this short run under a mask, as in the test above.
+    monkeypatch.setattr(example, "body_forward", partial(example.body_forward, backend="prefix_tree"))
     found, options = [], example.parse([*SMALL.split(), "--lr", "2e-2"])
     for kind in (example.Unfolded, example.Folded):
         lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
@@ -69,7 +72,9 @@ def test_six_steps_of_an_adapter_are_those_of_the_unfolded_trainer(example, fold
         assert sum(row[name] > 1e-3 for row in found[0]) >= 3
 
 
-def test_padding_and_masked_completions_have_no_part_in_a_row(example, options, folder):
+@pytest.mark.parametrize("backend", ["prefix_tree", "dense"])
+def test_padding_and_masked_completions_have_no_part_in_a_row(example, options, folder, monkeypatch, backend):
+    monkeypatch.setattr(example, "body_forward", partial(example.body_forward, backend=backend))
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(2, example.VOCAB_SIZE, (6, 12), generator=draw)
     ids[:3, :7], ids[3:, :7] = ids[0, :7].clone(), ids[3, :7].clone()

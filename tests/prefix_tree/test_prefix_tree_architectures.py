@@ -40,13 +40,16 @@ def outcome(model_type, forest):
     except Exception:
         return "not made"
     try:
-        inputs = model_inputs(forest, model)
+        inputs = model_inputs(forest, model, backend="dense")
     except AttentionRouteError:
         return "refused"
     check_model_inputs(forest, model, inputs)
-    dense = model_inputs(forest, model, backend="dense")
     try:
-        difference = max(error(model, forest, each) for each in (inputs, dense))
+        difference = error(model, forest, inputs)
+        if not use_segments(model):
+            inputs = model_inputs(forest, model, backend="prefix_tree")
+            check_model_inputs(forest, model, inputs)
+            difference = max(difference, error(model, forest, inputs))
     except Exception as raised:  # not silent
         return f"raised {type(raised).__name__}"
     if difference >= 5e-5:

@@ -5,6 +5,7 @@ that know nothing of trees. In float64 throughout both sides agree to rounding; 
 """
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from niels_gpt.prefix_tree.heads import body_forward
 transformers = pytest.importorskip("transformers", reason="models to test with need the extra eagle3")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+segment_inputs = partial(model_inputs, backend="prefix_tree")  # these rows are so short that "auto" takes a mask
 TWO_WINDOWS = "Qwen2 with two windows"
 STOCK = {
     "Llama": {},
@@ -98,11 +100,13 @@ def test_a_clipped_policy_step_on_a_random_forest_is_that_of_its_samples(llama, 
     old = [part.detach() + torch.randn(len(part), generator=chance, dtype=torch.float64) * 0.3 for part in plain]
     wanted = gradients(clipped_policy_loss(plain, old, advantages), llama)
 
-    inputs = model_inputs(forest, llama)
+    inputs = segment_inputs(forest, llama)
+    dense = model_inputs(forest, llama, backend="dense")
     hidden = llama.model(**inputs).last_hidden_state
     ways = {
         "logits": edge_logprobs(llama(**inputs).logits, edges),
         "hidden states, head in chunks": edge_logprobs(hidden, edges, llama.lm_head, chunk=5),
+        "logits under a mask": edge_logprobs(llama(**dense).logits, edges),
     }
     for way, edge_logp in ways.items():
         folded = sample_logprobs(edge_logp, edges).split(edges.sample_offsets.diff().tolist())
@@ -124,7 +128,7 @@ def test_an_entropy_bonus_is_that_of_the_samples_and_so_are_its_gradients(llama)
     for sample in samples:
         logp = (llama(input_ids=torch.tensor([sample]), use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
         plain.append(-(logp.exp() * logp).sum(-1))
-    hidden, head = body_forward(llama, forest)
+    hidden, head = body_forward(llama, forest, backend="prefix_tree")
     logp, entropy = edge_logprobs(hidden, edges, head, temperature=temperature, chunk=5, entropies=True)
     folded = sample_logprobs(entropy, edges)
     assert largest_difference([folded], plain) < 1e-12
@@ -142,7 +146,7 @@ def test_weighted_edges_are_the_sum_over_the_samples_in_all_weightings(llama):
     sums = [-(logp * mask).sum() for logp, mask in zip(plain, targets, strict=True)]
     count = sum(mask.sum() for mask in targets)
     means = [total / mask.sum() for total, mask in zip(sums, targets, strict=True) if mask.any()]
-    logits = llama(**model_inputs(forest, llama)).logits
+    logits = llama(**segment_inputs(forest, llama)).logits
     for weighting, wanted in {"per_sample": sum(sums) / count, "sample_mean": torch.stack(means).mean()}.items():
         loss = folded_cross_entropy(logits, LossEdges.from_forest(forest, weighting=weighting))
         assert float((loss - wanted).detach()) == pytest.approx(0, abs=1e-13)
@@ -164,7 +168,7 @@ def test_padded_groups_in_one_row_are_the_sum_of_the_groups(llama):
     for pad_id in (0, 11):
         row = PrefixForest.joined(forests).padded(16, pad_id)
         assert len(row.input_ids) % 16 == 0 and row.num_tokens % 16 != 0
-        logits = llama(**model_inputs(row, llama)).logits
+        logits = llama(**segment_inputs(row, llama)).logits
         assert bool(logits.isfinite().all())
         loss = folded_cross_entropy(logits, LossEdges.from_forest(row), normalizer=1)
         assert float(((loss - wanted) / wanted).detach()) == pytest.approx(0, abs=1e-13)
@@ -172,9 +176,14 @@ def test_padded_groups_in_one_row_are_the_sum_of_the_groups(llama):
 
 
 @pytest.mark.parametrize(
-    ("name", "implementation"), [*((name, "sdpa") for name in STOCK), ("Llama", "eager"), (TWO_WINDOWS, "eager")]
+    ("name", "implementation", "backend"),
+    [
+        *((name, "sdpa", backend) for name in STOCK for backend in ("prefix_tree", "dense")),
+        ("Llama", "eager", "auto"),
+        (TWO_WINDOWS, "eager", "auto"),
+    ],
 )
-def test_stock_models_agree_to_the_rounding_of_float32(name, implementation):
+def test_stock_models_agree_to_the_rounding_of_float32(name, implementation, backend):
     model = stock(name, implementation)
     samples = grown(random.Random(8))
     assert max(map(len, samples)) > 8  # more than the windows
@@ -182,7 +191,7 @@ def test_stock_models_agree_to_the_rounding_of_float32(name, implementation):
     edges = LossEdges.from_forest(forest)
     plain = alone(model, samples)
     with guard(forest, model):
-        logp = edge_logprobs(model(**model_inputs(forest, model)).logits, edges)
+        logp = edge_logprobs(model(**model_inputs(forest, model, backend=backend)).logits, edges)
     folded = sample_logprobs(logp, edges).split(edges.sample_offsets.diff().tolist())
     assert largest_difference(folded, plain) < 1e-5
     wanted = gradients(-torch.cat(plain).mean(), model)
@@ -204,7 +213,7 @@ def test_a_change_in_a_branch_moves_nothing_else_unless_the_mask_is_dropped(name
         return (both[0] - both[1]).abs().amax(-1)
 
     dense = model_inputs(forest, model, backend="dense")
-    for inputs in (dense, model_inputs(forest, model)):  # the second one by segments, unless "eager"
+    for inputs in (dense, segment_inputs(forest, model)) if implementation == "sdpa" else (dense,):
         tree = movement(inputs)
         assert not tree[prompt].any() and not tree[siblings].any()  # not one bit
         assert tree[first].min() > 0
@@ -225,7 +234,7 @@ def test_one_label_per_row_loses_most_of_a_short_answers_gradient(llama):
         wanted = gradients(-torch.cat([logp[23:] for logp in plain]).mean(), llama)
 
         forest = PrefixForest.from_rollout_group(prompt, completions)
-        loss = folded_cross_entropy(llama(**model_inputs(forest, llama)).logits, LossEdges.from_forest(forest))
+        loss = folded_cross_entropy(llama(**segment_inputs(forest, llama)).logits, LossEdges.from_forest(forest))
         assert largest_error(gradients(loss, llama), wanted) < 1e-12
 
         folded = fold_shared_prefix_rollouts(prompt, completions)
@@ -235,7 +244,7 @@ def test_one_label_per_row_loses_most_of_a_short_answers_gradient(llama):
             assert bool(functional.cross_entropy(torch.zeros(len(labels), VOCAB), labels).isnan())
             continue
         layout = PrefixForest.from_node_paths(folded.node_lengths, folded.sample_paths, folded.input_ids)
-        logits = llama(**model_inputs(layout, llama)).logits[0]
+        logits = llama(**segment_inputs(layout, llama)).logits[0]
         found = gradients(functional.cross_entropy(logits, labels), llama)
         apart = torch.cat([(found[name] - part).flatten() for name, part in wanted.items()]).norm()
         errors[answer] = float(apart / torch.cat([part.flatten() for part in wanted.values()]).norm())

@@ -97,8 +97,9 @@ def test_encoders_biases_losses_over_experts_and_models_of_other_libraries_are_r
 
 def test_chunks_and_best_keys_are_taken_where_the_row_is_no_longer():
     chunks = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
-    for model in (tiny_model("llama4_text", attention_chunk_size=T, **chunks), tiny_model("doge", keep_window_size=T)):
-        inputs = model_inputs(FOREST, model)
+    llama4, doge = tiny_model("llama4_text", attention_chunk_size=T, **chunks), tiny_model("doge", keep_window_size=T)
+    for model, backend in ((llama4, "dense"), (llama4, "prefix_tree"), (doge, "dense")):
+        inputs = model_inputs(FOREST, model, backend=backend)
         check_model_inputs(FOREST, model, inputs)
         assert error(model, FOREST, inputs) < 1e-5
     with refused("E802", "chunked_attention", kind=AttentionRouteError):
@@ -129,8 +130,9 @@ def test_rotary_angles_that_depend_on_the_longest_sample_are_taken_where_all_sam
     short = PrefixForest.from_sequences([sample[:12] for sample in SAMPLES])
     longer = PrefixForest.from_sequences(SAMPLES[:3])  # of 16 to 20 tokens
     for forest in (short, same, longer) if kind == "longrope" else (short, same):
-        folded = model()
-        assert error(folded, forest, model_inputs(forest, folded)) < 1e-5
+        for backend in ("prefix_tree", "dense"):
+            folded = model()
+            assert error(folded, forest, model_inputs(forest, folded, backend=backend)) < 1e-5
     for forest in (FOREST,) if kind == "longrope" else (FOREST, longer):
         with refused("E802", kind, kind=AttentionRouteError):
             model_inputs(forest, model())
@@ -175,11 +177,12 @@ def test_configs_that_tell_of_another_mixing_of_tokens_are_refused(name, value, 
         ("phimoe", {"router_jitter_noise": 0.3}, "router_jitter_noise"),  # it draws the experts
     ],
 )
-def test_randomness_in_training_is_warned_of(model_type, changes, what):
+@pytest.mark.parametrize("backend", ["prefix_tree", "dense"])
+def test_randomness_in_training_is_warned_of(model_type, changes, what, backend):
     model = tiny_model(model_type, **changes)
     model_inputs(FOREST, model)
     with pytest.warns(UserWarning, match=f"noise is active.*{what}"):
-        inputs = model_inputs(FOREST, model.train())
+        inputs = model_inputs(FOREST, model.train(), backend=backend)
     torch.manual_seed(0)
     assert not torch.equal(logprobs(model, **inputs), logprobs(model, **inputs))
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
-from support.causal_models import FOREST, MIXED, SAMPLES, WINDOW, alone, error, logprobs, tiny_model, without
+from support.causal_models import FOREST, LONG, MIXED, SAMPLES, WINDOW, alone, error, logprobs, tiny_model, without
 from support.errors import refused
 from support.prefix_trees import window_of_all
 from torch import nn
@@ -51,13 +51,15 @@ def test_a_folded_row_has_the_log_probabilities_of_its_samples(attn, model_type,
 
 
 def test_short_rows_get_a_mask_and_long_ones_segments():
-    model, long = tiny_model("llama"), PrefixForest.from_sequences([[*range(97)] * 10, [*range(96)] * 10])
-    assert not dense_is_faster(len(long.input_ids), model.config.hidden_size)
-    for forest, by_segments in ((FOREST, False), (long, True), (FOREST, False)):  # whichever way was taken before
+    model = tiny_model("llama")
+    assert not dense_is_faster(len(LONG.input_ids), model.config.hidden_size)
+    for forest, by_segments in ((FOREST, False), (LONG, True), (FOREST, False)):  # whichever way was taken before
         inputs = model_inputs(forest, model)
         check_model_inputs(forest, model, inputs)
         assert ("prefix_tree" in inputs, inputs["attention_mask"] is None) == (by_segments, by_segments)
         assert error(model, forest, inputs) < 1e-5
+    for attn in ("sdpa", "eager", "flex_attention"):  # asked for, there are segments at any length
+        assert "prefix_tree" in model_inputs(FOREST, tiny_model("llama", attn), backend="prefix_tree")
 
 
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2])

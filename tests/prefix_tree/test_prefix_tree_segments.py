@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.causal_models import FOREST, MIXED, SAMPLES, error, logprobs, tiny_model
+from support.causal_models import FOREST, LONG, MIXED, SAMPLES, error, logprobs, tiny_model
 from support.errors import refused
 from support.prefix_trees import calls_of, tree, tree_keys
 from torch import Tensor
@@ -111,12 +111,11 @@ def test_a_model_that_drops_the_segments_gets_a_mask():
     for layer in model.model.layers:
         given = layer.self_attn.forward
         layer.self_attn.forward = lambda *args, given=given, prefix_tree=None, **more: given(*args, **more)
-    long = PrefixForest.from_sequences([[*range(97)] * 9, [*range(90)]])  # long enough for segments
-    inputs = model_inputs(long, model)
+    inputs = model_inputs(LONG, model)
     assert inputs["attention_mask"] is not None and model.config._attn_implementation == "sdpa"
-    assert error(model, long, inputs) < 1e-5
+    assert error(model, LONG, inputs) < 1e-5
     with refused("E802", "prefix_tree", "LlamaAttention", kind=AttentionRouteError):
-        model_inputs(FOREST, model, backend="prefix_tree")
+        segment_inputs(FOREST, model)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
@@ -151,7 +150,7 @@ def test_layers_that_share_keys_get_whole_rows_or_the_rows_of_a_mask():
     assert model.config._attn_implementation == "prefix_tree"
     for one, other in zip(wanted, run(), strict=True):
         assert float((one - other).abs().max()) < 1e-5
-    for backend in ("auto", "dense"):
+    for backend in ("prefix_tree", "dense"):
         hidden, head = body_forward(model, FOREST, backend=backend)
         assert float((head(hidden) - whole).detach().abs().max()) < 1e-4
 
@@ -167,17 +166,19 @@ def stepped(model, inputs):
 @pytest.mark.parametrize(("model_type", "changes"), [("gemma2", MIXED), ("gpt_oss", MIXED), ("deepseek_v3", {})])
 def test_softcaps_sinks_and_small_values_are_those_of_dense_attention(model_type, changes):
     model = tiny_model(model_type, "eager", **changes)
-    assert model_inputs(FOREST, model)["attention_mask"] is not None  # "eager" is left as it is
+    assert model_inputs(LONG, model)["attention_mask"] is not None  # "eager" is left as it is
     dense = stepped(model, model_inputs(FOREST, model))
     batch = {"input_ids": torch.tensor([SAMPLES[0][:18]] * 2), "attention_mask": torch.ones(2, 18, dtype=torch.int64)}
     batch["attention_mask"][0, :7] = 0  # the first queries see nothing
     plain = logprobs(model, **batch)
-    inputs = model_inputs(FOREST, model, backend="prefix_tree")
+    inputs = segment_inputs(FOREST, model)
     check_model_inputs(FOREST, model, inputs)
     assert float((logprobs(model, **batch) - plain)[7:].abs().max()) < 2e-5
-    for wanted, found in zip(dense, stepped(model, inputs), strict=True):
-        assert float((wanted - found).abs().max()) <= 2e-5 * max(1.0, float(wanted.abs().max()))
-    assert verify_fold(hf_forward(model), FOREST, probes=1).ok  # by segments, and each sample without
+    for each in (inputs, model_inputs(FOREST, model)):  # the second one has a mask, as the row is short
+        for wanted, found in zip(dense, stepped(model, each), strict=True):
+            assert float((wanted - found).abs().max()) <= 2e-5 * max(1.0, float(wanted.abs().max()))
+    report = verify_fold(hf_forward(model), FOREST, probes=1)  # by segments, and each sample without
+    assert report.ok and report.route == "by segments"
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # the name of all versions

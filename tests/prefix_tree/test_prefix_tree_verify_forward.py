@@ -13,7 +13,7 @@ from support.prefix_trees import advice, grown
 from support.small_transformer import GROUP, SEQUENCES, VOCAB, Transformer, causal, group
 from torch import Tensor
 
-from niels_gpt.prefix_tree.attention import hf_forward
+from niels_gpt.prefix_tree.attention import hf_forward, use_segments
 from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.fold import prefix_tree_collate_fn
 from niels_gpt.prefix_tree.forest import PrefixForest
@@ -272,8 +272,11 @@ def test_other_precisions_have_a_tolerance_that_rounding_keeps_and_errors_do(dty
 def test_a_llama_is_right_on_its_routes_and_wrong_with_the_mask_of_another():
     llama = float64_llama(num_hidden_layers=1)
     forest = PrefixForest.from_sequences(grown(random.Random(2), samples=8, levels=3)).padded(8)
-    report = verify_fold(hf_forward(llama), forest, parameters=llama)
-    assert report.ok and report.logprob_error is not None and report.logprob_error < 1e-13
+    for route in ("under a mask", "by segments"):
+        report = verify_fold(hf_forward(llama), forest, parameters=llama)
+        assert report.ok and report.logprob_error is not None and report.logprob_error < 1e-13
+        assert report.route == route and f"; torch.float64, tolerance 1e-10, {route}: ok" in str(report)
+        assert not use_segments(llama)
 
     assert verify_fold(hf_forward(llama), forest).gradient_error is not None  # its parameters are known
     with refused("E803", "LlamaForCausalLM", "hf_forward(model)"):

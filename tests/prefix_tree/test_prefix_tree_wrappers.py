@@ -81,7 +81,8 @@ def test_the_head_runs_on_one_row_and_gives_the_logits_of_the_model(model_type):
     assert float((head(hidden) - wanted).detach().abs().max()) < 1e-5
 
 
-def test_a_model_without_logits_to_keep_computes_the_logits_of_one_row_too():
+@pytest.mark.parametrize("backend", ["prefix_tree", "dense"])
+def test_a_model_without_logits_to_keep_computes_the_logits_of_one_row_too(backend):
     model = tiny_model("llama")
     of_all = type(model)
 
@@ -90,14 +91,14 @@ def test_a_model_without_logits_to_keep_computes_the_logits_of_one_row_too():
             assert "logits_to_keep" not in more
             return of_all.forward(self, input_ids, attention_mask, position_ids, **more)
 
-    wanted = model(**model_inputs(FOREST, model)).logits[0]
+    wanted = model(**model_inputs(FOREST, model, backend=backend)).logits[0]
     model.__class__ = Older
     rows = head_rows(model)
-    hidden, head = body_forward(model, FOREST)
+    hidden, head = body_forward(model, FOREST, backend=backend)
     assert max(rows) == 1
     assert float((head(hidden) - wanted).detach().abs().max()) < 1e-6
     with refused("E802", "(tuple)", "body_forward", kind=AttentionRouteError):
-        body_forward(model, FOREST, return_dict=False)
+        body_forward(model, FOREST, backend=backend, return_dict=False)
     assert not model.lm_head._forward_pre_hooks and not model.model._forward_hooks
 
 

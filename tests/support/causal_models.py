@@ -21,6 +21,8 @@ SAMPLES = [
 ]
 """Two levels; each longer than the window."""
 FOREST = PrefixForest.from_sequences(SAMPLES).padded(8)
+LONG = PrefixForest.from_sequences([[*range(VOCAB)] * 5, [*range(VOCAB - 1)] * 5])
+"""So many rows, 869, that "auto" takes segments; for FOREST it takes a mask."""
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 """Changes to a config: layers with and without a window."""
 _SIZES = {

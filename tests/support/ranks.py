@@ -54,13 +54,16 @@ def largest_error(found, wanted):
     return max(float((found[name] - each).norm() / each.norm()) for name, each in wanted.items())
 
 
+by_segments = partial(body_forward, backend="prefix_tree")  # these rows are so short that "auto" takes a mask
+
+
 def past_the_wrapper(model, forest):
     """Call the body inside a wrapper: gradients are those of the rank alone."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    return Body(inner.model(**model_inputs(forest, model)).last_hidden_state[0], inner.lm_head)
+    return Body(inner.model(**model_inputs(forest, model, backend="prefix_tree")).last_hidden_state[0], inner.lm_head)
 
 
-def guarded(model, forest, step=body_forward):
+def guarded(model, forest, step=by_segments):
     """Make a step under the guard."""
     with guard(forest, model):
         return step(model, forest)
@@ -73,7 +76,7 @@ def evaluated_first(model, forest):
             past_the_wrapper(model, forest)
         with model.no_sync():
             past_the_wrapper(model, forest)
-        return body_forward(model, forest)
+        return by_segments(model, forest)
 
 
 def adapted(model):
@@ -103,17 +106,17 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 DDP = DistributedDataParallel
 CASES = {
     "ddp": (DDP, guarded),
-    "ddp, unused": (partial(DDP, find_unused_parameters=True), body_forward),
-    "ddp, static": (partial(DDP, static_graph=True), body_forward),
+    "ddp, unused": (partial(DDP, find_unused_parameters=True), by_segments),
+    "ddp, static": (partial(DDP, static_graph=True), by_segments),
     "ddp, adapters": (lambda model: DDP(adapted(model)), guarded),
     "ddp, evaluated": (DDP, evaluated_first),
     "ddp, past": (DDP, past_the_wrapper),
     "ddp, past, guarded": (DDP, partial(guarded, step=past_the_wrapper)),
     "fsdp": (_sharded, guarded),
-    "fsdp, root only": (partial(_sharded, layers=False), body_forward),
+    "fsdp, root only": (partial(_sharded, layers=False), by_segments),
     "fsdp, head": (partial(_sharded, head=True), guarded),
-    "fsdp, resharded": (partial(_sharded, reshard_after_forward=True), body_forward),
-    "fsdp, half": (partial(_sharded, head=True, mp_policy=HALF), body_forward),
+    "fsdp, resharded": (partial(_sharded, reshard_after_forward=True), by_segments),
+    "fsdp, half": (partial(_sharded, head=True, mp_policy=HALF), by_segments),
     "fsdp, adapters": (lambda model: fully_shard(adapted(model), mesh=init_device_mesh("cpu", (WORLD,))), guarded),
     "fsdp, past": (lambda model: _evaluated(_sharded(model, layers=False)), past_the_wrapper),
     "fsdp, past, guarded": (
