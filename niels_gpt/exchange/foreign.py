@@ -186,13 +186,16 @@ def read_pieces(path: Path, dtype: np.dtype[Any], *, offset: int = 0, count: int
     """Yield the numbers in a regular file in order, PIECE_BYTES at a time. Refuses links.
 
     offset: bytes to skip. count: numbers to read; -1: all that follow.
-    Raises: FileNotFoundError; CacheError E205 for a link or anything but a regular file, E203 if the file is too short.
+    Raises: FileNotFoundError; CacheError E205 for a link or anything but a regular file, E203 if the file is too short,
+            or does not end with a whole number.
     """
     with open(open_regular(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         left = size - offset if count < 0 else count * dtype.itemsize
         if offset + left > size or left < 0:
             raise CacheError(path, f"{size:,} bytes", f"at least {offset + left:,}", code="E203")
+        if left % dtype.itemsize:  # it has grown since its size was compared
+            raise CacheError(path, f"{size:,} bytes", f"numbers of {dtype.itemsize} bytes", code="E203")
         file.seek(offset)
         while left:
             piece = np.empty(min(left, PIECE_BYTES) // dtype.itemsize, dtype=dtype)
