@@ -191,7 +191,7 @@ class Bucket:
         Raises: FileNotFoundError; CacheError E612; on a disk E205, as `part`.
         """
         if self.is_local:
-            # Small pieces in one buffer: whoever hashes and writes them finds them in a core's cache.
+            # Small pieces in one buffer: hashing and writing find them in a core's cache.
             buffer = memoryview(bytearray(_BUFFER_BYTES))
             with open(open_regular(self._path(name), least_share=self.least_share), "rb", buffering=0) as file:
                 file.seek(begin)
