@@ -71,8 +71,8 @@ def test_few_settings_are_in_the_help_of_build_and_all_in_help_all():
     assert {"--cache-dir", "--shard-bytes", "--oasst1-max-messages"} <= set(re.findall(r"--[a-z0-9-]+", full))
 
 
-LOOKS = {"click", "isal", "numpy"}
-HELPS = {"click", "isal", "markdown_it", "orjson", "pygments", "rich", "rich_click"}
+LOOKS = {"click", "numpy", "zlib_ng"}
+HELPS = {"click", "markdown_it", "orjson", "pygments", "rich", "rich_click", "zlib_ng"}
 MAY_LOAD = {
     "list SAMPLE": LOOKS,
     "show SAMPLE/sft/oasst1": LOOKS | {"sentencepiece"},
