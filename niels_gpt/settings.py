@@ -6,9 +6,7 @@ A field's `metadata["help"]` is the flag's help text: meaning, unit, and the sou
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass, field, fields
-from importlib import import_module
 from typing import Any
 
 
@@ -238,10 +236,6 @@ class Settings:
 
 
 def __getattr__(name: str) -> Any:
-    """Return UsageError, and warn (W104): it is in storage.errors."""
-    if name != "UsageError":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from niels_gpt.storage.codes import CodedWarning
+    from niels_gpt.storage.codes import earlier_name
 
-    warnings.warn(CodedWarning("W104", "UsageError is in niels_gpt.storage.errors"), stacklevel=2)
-    return import_module("niels_gpt.storage.errors").UsageError  # which imports this module
+    return earlier_name(__name__, name, {"UsageError": "storage.errors"})

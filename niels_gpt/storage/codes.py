@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 _BY_ERRNO = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "E501"),
@@ -93,6 +94,17 @@ class CodedWarning(UserWarning):
         return f"{self.text} [{self.code}]"
 
 
+def earlier_name(module: str, name: str, now: Mapping[str, str]) -> Any:
+    """Return what has moved from a module, and warn (W104): for the module's `__getattr__`.
+
+    now: names, and the modules below niels_gpt that have them. Raises: AttributeError for another name.
+    """
+    if name not in now:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    warnings.warn(CodedWarning("W104", f"{module}.{name} is in niels_gpt.{now[name]} now"), stacklevel=3)
+    return getattr(import_module(f"niels_gpt.{now[name]}"), name)
+
+
 def give_earlier_names(package: str, places: Mapping[str, Mapping[str, str]], said: str) -> None:
     """Warn (W104) the importer of a moved package, and create its earlier modules with the same objects.
 
@@ -107,3 +119,7 @@ def give_earlier_names(package: str, places: Mapping[str, Mapping[str, str]], sa
         sys.modules[module.__name__] = module
         parent, _, last = module.__name__.rpartition(".")
         setattr(sys.modules[parent], last, module)
+
+
+def __getattr__(name: str) -> Any:
+    return earlier_name(__name__, name, {"explained": "commands.doctor"})

@@ -100,8 +100,12 @@ def test_an_earlier_module_warns_and_gives_the_same_objects(module):
         assert named(f"{module}.{old}") is named(new)
 
 
-def test_the_earlier_place_of_one_name_warns_and_gives_the_same_object():
-    with pytest.warns(CodedWarning, match=r"UsageError is in niels_gpt\.storage\.errors .*\[W104\]$"):
-        assert named("settings.UsageError") is named("storage.errors.UsageError")
-    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
-        named("settings.Nothing")
+@pytest.mark.parametrize(
+    ("module", "name", "now"),
+    [("settings", "UsageError", "storage.errors"), ("storage.codes", "explained", "commands.doctor")],
+)
+def test_the_earlier_place_of_one_name_warns_and_gives_the_same_object(module, name, now):
+    with pytest.warns(CodedWarning, match=rf"niels_gpt\.{module}\.{name} is in niels_gpt\.{now} now \[W104\]$"):
+        assert named(f"{module}.{name}") is named(f"{now}.{name}")
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        named(f"{module}.nothing")
