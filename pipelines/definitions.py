@@ -98,11 +98,11 @@ thread, as pyarrow does, or CUDA. One that is not installed is passed over."""
 
 
 def _processes(config: Mapping[str, Any]) -> dict[str, Any]:
-    if config["in_process"]:
+    if config.get("in_process"):
         return {"in_process": {}}
     return {
         "multiprocess": {
-            "max_concurrent": config["max_concurrent"],
+            "max_concurrent": config.get("max_concurrent", 0),
             "start_method": {"forkserver": {"preload_modules": [*PRELOADED]}},
             "tag_concurrency_limits": [{"key": BUILD_TAG, "value": "true", "limit": 1}],
         }
@@ -113,12 +113,12 @@ EXECUTOR = dg.multi_or_in_process_executor.configured(
     _processes,
     config_schema={
         "in_process": dg.Field(
-            bool, default_value=False, description="all steps one after the other in the process of the run"
+            bool, is_required=False, description="all steps one after the other in the process of the run"
         ),
         "max_concurrent": dg.Field(
-            int, default_value=0, description="steps at a time, one process each; 0: one a core"
+            int, is_required=False, description="steps at a time, one process each; 0: one a core"
         ),
-    },
+    },  # without defaults, so the Launchpad opens without them
 )
 """A step is a process. Those that would only wait for their turn at a pretrain build are not started yet."""
 
