@@ -127,7 +127,7 @@ def _folder(work: Path, tree: Path, name: str) -> Path:
     if is_new:
         shutil.rmtree(folder, ignore_errors=True)
     if not (folder / "dagster.yaml").exists():  # as a fresh clone
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for each in ("dagster.yaml", "workspace.yaml"):
             shutil.copyfile(tree / each, folder / each)
         (folder / "empty.py").write_text(EMPTY)
