@@ -226,7 +226,7 @@ def bench_workers(setup: Setup) -> list[Target]:
     targets = []
     for workers in ("1 worker", "2 workers"):
         ours = f"ours, threads, {workers}"
-        targets.append(at_least(f"build / limit, {workers}", ratio(seconds, ours, f"limit, {workers}"), 0.9))
+        targets.append(at_least(f"build / limit, {workers}", ratio(seconds, ours, f"limit, {workers}"), 0.95))
         targets.append(at_least(f"build / peer, {workers}", ratio(seconds, ours, f"peer, {workers}"), 1.0))
     return targets
 
