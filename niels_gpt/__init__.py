@@ -28,6 +28,7 @@ Building and reading:
     eagle3/                EAGLE-3: a target model's outputs on disk, for training drafts
     prefix_tree/           samples with shared prefixes folded into one row; rollout caches
     exchange/              other tools' token files, in and out; caches in buckets
+    trainers/              these streams inside the trainers that users have: torchtitan, Grain, transformers, Lightning
     kinds/                 a finished cache of any kind: verify, stats, show, diff, locate
 
 What is built, and when:

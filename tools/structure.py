@@ -33,7 +33,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"cache", "builders", "engine"}),
     frozenset({"kinds", "sampling", "eagle3", "prefix_tree", "exchange"}),
     frozenset({"recipes"}),
-    frozenset({"commands", "train_tokenizer", "inspection", "interop"}),
+    frozenset({"commands", "train_tokenizer", "inspection", "interop", "trainers"}),
 )
 """Packages and modules of niels_gpt by level, lowest first. A module imports its own level and lower ones."""
 ENTRY_POINTS = frozenset(
