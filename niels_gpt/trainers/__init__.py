@@ -3,6 +3,7 @@
 A module imports its trainer when it is imported, and nothing else of niels_gpt imports it. docs/trainers.md shows their
 use.
 
+    automodel.py   StreamDataset: a `_target_` for the dataset of NeMo Automodel's recipes
     lightning.py   StreamDataModule: a data module whose position is in Lightning's checkpoints
 
 Rollouts for verl and NeMo-RL: `PrefixForest.from_padded` of niels_gpt.prefix_tree.
