@@ -48,6 +48,7 @@ class Mixture(Samples):
             raise StateError(f"no source has samples left at sample {origin.sample}: allow more epochs")
         self._phases = found
         self.origin, self._key = origin, self._keys[0] + np.uint64(origin.sample)
+        self.first = origin.sample
         self._firsts: Numbers = np.array([phase.first for phase in self._phases])
         self._positions: dict[int, list[int]] = {}  # of each source, at the ends of the next batches
         self.num_samples = self._end(stopped)
