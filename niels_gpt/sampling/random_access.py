@@ -40,8 +40,8 @@ class RandomAccess:
     """The rows of a stream as a sequence in the stream's order, epoch after epoch: `[k]` is sample k of all ranks.
 
     Of the stream only its samples count, as they are now, not its position, rank or batch size. Several threads may
-    read. It may be pickled; a copy opens the cache itself, and raises CacheError if the content is another. A mixture
-    that goes on with another run (`changed=True`) has no rows before the change.
+    read. It may be pickled; a copy opens the cache itself, and raises CacheError if the content is another. A stream
+    that goes on with a changed run (`changed=True`) has no rows before the change.
     """
 
     def __init__(self, stream: Stream[Any], *, length: int | None = None) -> None:
@@ -65,7 +65,7 @@ class RandomAccess:
         self._length = checked_int("length", length, 1)
         if end is not None and length > end:
             raise ValueError(f"length={length}: expected at most the {end} samples of the stream")
-        self.samples = copy(samples)  # a state that the stream loads may change a mixture
+        self.samples = copy(samples)  # a state that the stream loads may change them
         self._begin()
 
     def _begin(self) -> None:
@@ -111,7 +111,7 @@ class RandomAccess:
         return self._read(numbers, int(step)) if is_even else self._alone(numbers)
 
     def _check(self, least: int, largest: int) -> None:
-        if least < (first := self.samples.first) or largest >= self._length:
+        if least < (first := self.samples.origin.sample) or largest >= self._length:
             number = least if least < first else largest
             raise OutOfRange(f"row {number}: expected {first} to {self._length - 1}")
 
@@ -137,7 +137,7 @@ class RandomAccess:
             return False
         within = number % (BLOCK * step)  # blocks begin at multiples of their length, so that threads agree on them
         first = number - within + within % step
-        first += -(-max(self.samples.first - first, 0) // step) * step
+        first += -(-max(self.samples.origin.sample - first, 0) // step) * step
         with self._lock:
             if all((block.first, block.step) != (first, step) for block in self._kept):
                 numbers = np.arange(first, min(first + BLOCK * step, self._length), step, dtype=np.int64)
