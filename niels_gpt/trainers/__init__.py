@@ -3,5 +3,9 @@
     torchtitan.py    StreamDataLoader: a BaseDataLoader of torchtitan
 
 A module imports its trainer when it is imported, and nothing else of niels_gpt imports it. docs/trainers.md shows their
-use. Rollouts for verl and NeMo-RL: `PrefixForest.from_padded` of niels_gpt.prefix_tree.
+use.
+
+    lightning.py   StreamDataModule: a data module whose position is in Lightning's checkpoints
+
+Rollouts for verl and NeMo-RL: `PrefixForest.from_padded` of niels_gpt.prefix_tree.
 """
