@@ -57,7 +57,6 @@ def train(folder, caches, local_batch_size, num_workers):
     from torchtitan.components.loss import IGNORE_INDEX
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
-    import support.torchtitan_peer  # noqa: F401 - makes torchtitan importable
     from niels_gpt.trainers.torchtitan import CacheRows, StreamDataLoader
 
     rank, world = distributed.get_rank(), distributed.get_world_size()
@@ -110,6 +109,8 @@ def train(folder, caches, local_batch_size, num_workers):
 
 
 if __name__ == "__main__":
+    import support.torchtitan_peer  # noqa: F401 - makes torchtitan importable
+
     folder, caches, size, workers = sys.argv[1:]
     if "WORLD_SIZE" not in os.environ:
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
