@@ -2,6 +2,7 @@
 
     CacheRows           one cache, and which rows of it; several make a mixture
     StreamDataLoader    its BaseDataLoader: `config.dataloader = StreamDataLoader.Config(sources=[CacheRows(...)])`
+    StreamSource        a SourceConfig for the Grain loader of its main branch (pull request 4088): rows by number
 
 torchtitan says which part of the data a loader gives, how many rows, and of which length. The global batch is that of
 all data-parallel ranks: rank r of W has rows r * B up to (r + 1) * B of each W * B rows, in one order that the seed
@@ -21,17 +22,24 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 from torch.utils.data import DataLoader
-from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.config import Configurable
 
+from niels_gpt.cache.formats import IGNORE_INDEX
 from niels_gpt.cache.sft_counts import OverLength
 from niels_gpt.sampling.batch import Batch
 from niels_gpt.sampling.epochs import EpochStream
 from niels_gpt.sampling.examples import SFTStream
 from niels_gpt.sampling.mixture import MixtureStream
 from niels_gpt.sampling.packing.stream import PackedStream
+from niels_gpt.sampling.random_access import RandomAccess
 from niels_gpt.sampling.stream import Stream
 from niels_gpt.storage.errors import CacheError, StateError, StreamUseError, UsageError
 from niels_gpt.storage.meta_json import shortened
+
+try:
+    from torchtitan.components.dataloader import BaseDataLoader
+except ModuleNotFoundError:  # its main branch
+    from torchtitan.components.data.loader import BaseDataLoader
 
 _STREAMS: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
     "windows": (EpochStream, {}, {"random_offset"}),
@@ -76,23 +84,25 @@ class CacheRows:
         return stream
 
 
-def _opened(config: StreamDataLoader.Config, **shape: int) -> Stream[Any]:
-    """Open the stream of a config. shape: T, global_batch_size, rank, world_size."""
-    if (config.open is None) == (not config.sources):
-        raise UsageError("StreamDataLoader.Config: expected either sources or open")
+def _opened(config: Any, *, infinite: bool, drop_last: bool = False, **shape: int) -> Stream[Any]:
+    """Open the stream of a Config below. shape: T, global_batch_size, rank, world_size."""
+    sources: list[CacheRows] = config.sources
+    if (config.open is None) == (not sources):
+        raise UsageError(f"{type(config).__qualname__}: expected either sources or open")
     if config.open is not None:
-        return config.open(**shape)
-    shape_and_seed: dict[str, Any] = {**shape, "seed": config.seed}
-    epochs = [of.epochs or (None if config.infinite else 1) for of in config.sources]
-    if len(config.sources) == 1:
-        return config.sources[0].open(**shape_and_seed, epochs=epochs[0], drop_last=config.drop_last)
+        stream: Stream[Any] = config.open(**shape)
+        return stream
+    arguments: dict[str, Any] = {**shape, "seed": config.seed}
+    epochs = [of.epochs or (None if infinite else 1) for of in sources]
+    if len(sources) == 1:
+        return sources[0].open(**arguments, epochs=epochs[0], drop_last=drop_last)
     return MixtureStream(
-        [of.open(**shape_and_seed) for of in config.sources],
-        [of.weight for of in config.sources],
+        [of.open(**arguments) for of in sources],
+        [of.weight for of in sources],
         seed=config.seed,
         block_size=config.block_size,
         when_exhausted=[count or "repeat" for count in epochs],
-        drop_last=config.drop_last,
+        drop_last=drop_last,
     )
 
 
@@ -174,7 +184,8 @@ class StreamDataLoader(BaseDataLoader):
         if getattr(config, "dataset", "") or getattr(config, "dataset_path", None):
             raise UsageError("StreamDataLoader has no dataset and dataset_path: caches are named by sources")
         size = local_batch_size * dp_world_size
-        self._stream = _opened(config, T=seq_len, global_batch_size=size, rank=dp_rank, world_size=dp_world_size)
+        shape: dict[str, Any] = {"T": seq_len, "global_batch_size": size, "rank": dp_rank, "world_size": dp_world_size}
+        self._stream = _opened(config, infinite=config.infinite, drop_last=config.drop_last, **shape)
         if config.check_tokenizer:
             _check_tokenizer(self._stream, tokenizer)
         self._state = self._stream.state_dict()
@@ -221,3 +232,70 @@ class StreamDataLoader(BaseDataLoader):
             raise StateError(f"{found}. {remedy}") from error
         self._stream.load_state_dict(state, changed=self._changed)
         self._state, self._batches = self._stream.state_dict(), object()
+
+
+class StreamSource(Configurable):
+    """Rows of a stream by number, as `TextSequence(input_ids, labels, positions)`: int64 [T] each, without padding.
+
+    In `SingleDatasetConfig(source=StreamSource.Config(...))` without a processor, whose loader has shuffle=False. It
+    gives each data-parallel rank a run of consecutive indices. So index i of rank r's run is row i * W + r of the
+    stream: all ranks together read the rows of one global batch after another, the same ones on any number of ranks.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """What a config function says."""
+
+        T: int
+        """`training.seq_len`, which no source is told."""
+        sources: list[CacheRows] = field(default_factory=list)
+        """As those of a StreamDataLoader."""
+        open: Annotated[Callable[..., Stream[Any]] | None, tyro.conf.Suppress] = None
+        """Instead of sources: see StreamDataLoader."""
+        seed: int = 42
+        """Of the order."""
+        block_size: int = 2048
+        """As that of a StreamDataLoader."""
+        length: int | None = None
+        """Rows, of as many epochs as that takes; None: one epoch. The loader's repeat begins again after them."""
+        sequence: Annotated[Callable[..., Any] | None, tyro.conf.Suppress] = None
+        """The class of a row; None: torchtitan.components.data.TextSequence."""
+
+    def __init__(self, config: Config, *, dataset_iteration_policy: Any) -> None:
+        """Open the stream. Raises: UsageError for a loader that shuffles; the errors of the streams."""
+        if dataset_iteration_policy.shuffle:
+            raise UsageError("rows of a stream are shuffled already: set GrainDataLoader.Config(shuffle=False)")
+        self._sequence: Any = config.sequence
+        if self._sequence is None:
+            from torchtitan.components.data import TextSequence
+
+            self._sequence = TextSequence
+        is_endless = config.length is not None
+        stream = _opened(config, infinite=is_endless, T=config.T, global_batch_size=1, rank=0, world_size=1)
+        self._rows = RandomAccess(stream, length=config.length)
+        self._world_size = dataset_iteration_policy.dp_world_size
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a row. Raises: IndexError; CacheError for an id outside the vocabulary."""
+        index = range(len(self))[index]
+        size, larger = divmod(len(self), self._world_size)  # of the ranks' runs; the first ones have a row more
+        if index < larger * (size + 1):
+            rank, place = divmod(index, size + 1)
+        else:
+            rank, place = divmod(index - larger, size)
+        batch = self._rows[place * self._world_size + rank]
+        inputs, labels, _ = _converted(batch)
+        end = _tokens(batch)
+        columns = {"input_ids": inputs["input"], "labels": labels, "positions": inputs["positions"]}
+        return self._sequence(**{name: each[0, :end].numpy() for name, each in columns.items()})
+
+
+def _tokens(batch: Batch) -> int:
+    """Return how many tokens the only row of a batch has before its padding."""
+    if batch.cu_seqlens is None or batch.piece_ids is None or len(batch.piece_ids) < 2 or batch.piece_ids[-1] >= 0:
+        return batch.x.shape[1]
+    begin = int(batch.cu_seqlens[-2])
+    return begin if bool((batch.y[0, begin:] == IGNORE_INDEX).all()) else batch.x.shape[1]

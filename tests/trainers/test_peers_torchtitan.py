@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import shutil
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import support.torchtitan_peer  # makes torchtitan importable
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 from datasets import Dataset
+from support import ROOT
 from support.byte_tokenizer import ByteTokenizer, build
 from support.made_tokenizers import made_tokenizer
 from support.trainer_runs import KILLED_AT, STEPS, run, steps
@@ -30,7 +33,7 @@ from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.sampling import EpochStream, MixtureStream, PackedStream, SFTStream
 from niels_gpt.storage.errors import CacheError, StateError, StreamUseError, UsageError
 from niels_gpt.tokenizer import load_tokenizer
-from niels_gpt.trainers.torchtitan import CacheRows, StreamDataLoader
+from niels_gpt.trainers.torchtitan import CacheRows, StreamDataLoader, StreamSource
 
 T = 24
 
@@ -275,6 +278,23 @@ def test_a_cache_of_another_tokenizer_is_refused(caches, tmp_path):
     assert next(iter(loader_of(words, tokenizer=other, check_tokenizer=False)))
 
 
+def test_the_lines_of_the_page_run(tmp_path):
+    """With small caches at the places of the sample's."""
+    build(Path("cache/sample/pretrain/roam"), ["a text of some words"] * 90, 1500, shard_bytes=1600)
+    chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
+    build_sft([chat] * 5, Path("cache/sample/sft/oasst1"), tokenizer=ByteTokenizer(), val_frac=0, seed=0)
+    section = (ROOT / "docs" / "trainers.md").read_text().split("\n## torchtitan\n")[1].split("\n## ")[0]
+    block = section.split("```python\n")[1].split("```")[0]
+    assert len(block.splitlines()) <= 10
+    names = {}
+    exec(block, names)
+    loader = names["dataloader"].build(
+        dp_world_size=2, dp_rank=1, tokenizer=Ids(), seq_len=T, local_batch_size=3, snapshot_every_n_steps=1
+    )
+    inputs, labels = next(iter(loader))
+    assert inputs["input"].shape == inputs["positions"].shape == labels.shape == (3, T)
+
+
 # --- position ---------------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +402,73 @@ def test_an_iterator_that_was_left_behind_is_refused(caches):
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(StreamUseError):
         next(batches)
+
+
+# --- rows by number, for the Grain loader of its main branch ----------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequence:
+    """Has the fields of their TextSequence."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """Has what a source needs of their DatasetIterationPolicy."""
+
+    shuffle: bool = False
+    dp_world_size: int = 1
+
+
+def source_of(sources, *, world=1, shuffle=False, **options):
+    """Build a source as their SingleDatasetConfig does."""
+    config = StreamSource.Config(T=T, sources=sources, **{"seed": 5, "sequence": Sequence, **options})
+    return config.build(dataset_iteration_policy=Policy(shuffle=shuffle, dp_world_size=world))
+
+
+def runs_of(source, world):
+    """Return the consecutive rows that each rank gets by their rule."""
+    size, larger = divmod(len(source), world)
+    begins = [rank * size + min(rank, larger) for rank in range(world + 1)]
+    return [[source[index] for index in range(begin, end)] for begin, end in pairwise(begins)]
+
+
+def unpadded(x, positions, y):
+    """Return the columns of a row, as lists, until the last target."""
+    end = 1 + max(at for at, label in enumerate(y) if label != IGNORE_INDEX)
+    return x[:end], positions[:end], y[:end]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_runs_of_consecutive_rows_are_the_global_batches_of_the_stream(caches, kind, world):
+    ranks = runs_of(source_of(sources_of(caches, kind), world=world, length=100), world)
+    loader = loader_of(sources_of(caches, kind), size=2 * world)
+    for number, batch in enumerate(islice(loader, 100 // (2 * world))):
+        given = [row for rank in ranks for row in rank[2 * number : 2 * number + 2]]
+        columns = [(row.input_ids.tolist(), row.positions.tolist(), row.labels.tolist()) for row in given]
+        expected = [unpadded(*row) for row in zip(*listed(batch), strict=True)]
+        assert sorted(unpadded(*row) for row in columns) == sorted(expected)
+
+
+def test_rows_of_a_source_have_no_padding_and_may_be_sent_to_another_process(caches):
+    source = pickle.loads(pickle.dumps(source_of(sources_of(caches, "chats"))))
+    rows = [source[index] for index in range(len(source))]
+    assert len(rows) == 60
+    assert all(row.input_ids.dtype == np.int64 and row.input_ids[-1] == Ids.eos_id for row in rows)
+    assert {len(row.input_ids) for row in rows} == {len(row.labels) for row in rows} != {T}
+    for index in (-61, 60):
+        with pytest.raises(IndexError):
+            source[index]
+
+
+def test_a_grain_loader_that_shuffles_is_refused(caches):
+    with pytest.raises(UsageError):
+        source_of(sources_of(caches, "packed"), shuffle=True)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
