@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from niels_gpt.display.tables import html_table
 from niels_gpt.sampling.state import (
+    MAX_SAMPLES,
     Origin,
     check_checksum,
     check_identity,
@@ -315,6 +316,17 @@ class Stream(IterableDataset[B], Generic[B]):
             yield made.pop()  # no reference stays here: the caller decides how many batches there are
         self._has_ended = info is None and self._iterator is this
 
+    def part(self, worker: int = 0, workers: int = 1) -> Iterator[B]:
+        """Yield batches worker, worker + workers, ... of this rank, counted from the position, which stays.
+
+        For a trainer with worker processes of its own, each with a copy of the stream. In turns they give what
+        iterating the stream gives. `batch.state` is right where all workers are taken in turns.
+        """
+        identity = self.identity()
+        crc, copy = identity_crc(identity), copier(identity)
+        for work, consumed, _ in self._work(self._consumed, worker, workers):
+            yield self._batch(work, sealed(copy(), crc, self._progress(consumed)))
+
     def _check_may_start(self, worker: int | None) -> None:
         """Raise RuntimeError if a new iterator would repeat batches, or yield none. worker: its number, in a worker."""
         self.check_not_ahead()
@@ -379,6 +391,17 @@ class Stream(IterableDataset[B], Generic[B]):
             worker = [info.id, info.num_workers, self.global_batch_size]
             return sealed(copied(identity), identity_crc(identity), self._progress(self._worker_base), worker)
         return sealed(copied(identity), identity_crc(identity), self._progress(self._consumed))
+
+    def state_at(self, consumed: int) -> dict[str, Any]:
+        """Return the state after `consumed` samples of all ranks: `batch.state` of a batch that ends there.
+
+        For a reader by number, who counts samples itself; the stream's own position stays. Raises: StateError (a
+        ValueError) for a number after the stream's end.
+        """
+        identity = self.identity()
+        if checked_int("consumed", consumed, 0) > (self.num_samples if self.num_samples is not None else MAX_SAMPLES):
+            raise StateError(f"consumed={consumed}: expected at most {self.num_samples}, where this stream ends")
+        return sealed(copied(identity), identity_crc(identity), self._progress(consumed))
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, allow_other_content: bool = False, changed: bool = False
