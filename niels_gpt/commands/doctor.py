@@ -36,7 +36,9 @@ EXTRAS = {
     "s3": ("s3fs", "push and pull: buckets of S3"),
     "gs": ("gcsfs", "push and pull: buckets of Google Cloud Storage"),
     "az": ("adlfs", "push and pull: containers of Azure"),
-    "rl": ("trl", "the example that trains on folded rollouts with TRL"),
+    "rl": ("trl", "training by transformers' Trainer and by TRL"),
+    "grain": ("grain", "streams in Grain"),
+    "lightning": ("lightning", "streams in Lightning"),
 }
 """For each extra the package that shows that it is installed, and its purpose."""
 DEVELOPERS_EXTRAS = {

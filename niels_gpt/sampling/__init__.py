@@ -13,6 +13,7 @@ A run resumes in exactly the same order, even with other ranks, DataLoader worke
     batch.py         what a stream yields: tokens, targets, and the segments that belong together
     packing/         rows without padding: which pieces share a row, and how attention keeps them apart
     prefetching.py   prefetch: batches made ahead in a thread, and copied to the GPU
+    random_access.py RandomAccess: rows of a stream by number, for trainers that decide who reads which
     evaluation.py    iter_eval: every token of a split once, in order; bits_per_byte
 
 docs/reading.md shows their use. The names below are imported on first use.
@@ -32,12 +33,14 @@ if TYPE_CHECKING:
     from niels_gpt.sampling.packing.masks import block_causal_mask
     from niels_gpt.sampling.packing.stream import PackedStream
     from niels_gpt.sampling.prefetching import prefetch
+    from niels_gpt.sampling.random_access import RandomAccess
 
 _HOMES = {
     "Batch": "niels_gpt.sampling.batch",
     "EpochStream": "niels_gpt.sampling.epochs",
     "MixtureStream": "niels_gpt.sampling.mixture",
     "PackedStream": "niels_gpt.sampling.packing.stream",
+    "RandomAccess": "niels_gpt.sampling.random_access",
     "SFTStream": "niels_gpt.sampling.examples",
     "bits_per_byte": "niels_gpt.sampling.evaluation",
     "block_causal_mask": "niels_gpt.sampling.packing.masks",
@@ -50,6 +53,7 @@ __all__ = [
     "EpochStream",
     "MixtureStream",
     "PackedStream",
+    "RandomAccess",
     "SFTStream",
     "bits_per_byte",
     "block_causal_mask",

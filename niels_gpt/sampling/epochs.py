@@ -24,10 +24,10 @@ from niels_gpt.display.numbers import number_of
 from niels_gpt.sampling.batch import Batch, Rows
 from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
 from niels_gpt.sampling.rows import Ahead, ReadRows
-from niels_gpt.sampling.state import key_check, limited
+from niels_gpt.sampling.state import Origin, key_check, limited
 from niels_gpt.sampling.stream import Located, Numbers, Samples, Stream
 from niels_gpt.storage.codes import CodedWarning
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, StateError
 from niels_gpt.storage.meta_json import checked_int, printable
 from niels_gpt.storage.versions import version_name
 
@@ -85,17 +85,31 @@ class Epochs(Samples):
         self.samples_per_epoch = len(units)
         keys = random_keys(seed, ROUNDS + 1, purpose=units.purpose)
         self._keys, self._unit_key = keys[:ROUNDS], keys[ROUNDS:]
-        self.num_samples = None if epochs is None else limited("epochs", epochs, self.samples_per_epoch)
+        self.begin(Origin(0, (0,)))
+
+    def begin(self, origin: Origin) -> None:
+        (position,), (limit,) = origin.positions, self.limits()
+        if limit is not None and position >= limit:
+            raise StateError(f"all {limit} samples had been served at sample {origin.sample}: allow more epochs")
+        self.origin, self._skipped = origin, origin.sample - position
+        """Samples of the run that are not of this order."""
+        self.num_samples = None if limit is None else limit + self._skipped
+
+    def limits(self) -> list[int | None]:
+        return [None if self.epochs is None else limited("epochs", self.epochs, self.samples_per_epoch)]
+
+    def names(self) -> list[str]:
+        return [self.units.name]
 
     def identity(self) -> dict[str, Any]:
         order = {"seed": self.seed, "key_check": key_check(self._keys)}
         return {**self.units.version, **order, **self.units.settings(), **self.units.fingerprint()}
 
     def progress(self, consumed: int) -> dict[str, int]:
-        return {"epoch": consumed // self.samples_per_epoch, "consumed_samples": consumed}
+        return {"epoch": (consumed - self._skipped) // self.samples_per_epoch, "consumed_samples": consumed}
 
     def locate(self, numbers: Numbers) -> Located:
-        epochs, positions = np.divmod(numbers, self.samples_per_epoch)
+        epochs, positions = np.divmod(numbers - self._skipped, self.samples_per_epoch)
         is_one = len(epochs) and epochs.min() == epochs.max()  # a single tweak takes less time
         units = permute(positions, self.samples_per_epoch, self._keys, epochs[:1] if is_one else epochs)
         return self.units.locate(units, epochs, self._unit_key)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -13,9 +12,8 @@ from niels_gpt.cache.mmap import TokenFiles
 from niels_gpt.sampling.epochs import Epochs, LocatedWindows, Units, Windows
 from niels_gpt.sampling.permutation import random_keys
 from niels_gpt.sampling.shares import MAX_BLOCK, Stage, Weights, phases, stages_of
-from niels_gpt.sampling.state import Origin, check_identity, continued, is_unchanged, key_check, limited, origin_of
+from niels_gpt.sampling.state import Origin, key_check, limited
 from niels_gpt.sampling.stream import Located, Numbers, Samples, Stream
-from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import REBUILD, CacheError, StateError
 from niels_gpt.storage.meta_json import checked_int, shortened
 
@@ -37,7 +35,6 @@ class Mixture(Samples):
         self.begin(Origin(0, (0,) * len(self.sources)))
 
     def begin(self, origin: Origin) -> None:
-        """Let the mixture begin at a sample of a run. Raises: ValueError if its stages or sources do not last."""
         stops = [rule == "stop" for rule in self.when_exhausted]
         limits = self.limits()
         for number, (limit, stop, position) in enumerate(zip(limits, stops, origin.positions, strict=True)):
@@ -64,12 +61,14 @@ class Mixture(Samples):
         return last.first + min(int(np.flatnonzero(sources == s)[-1]) for s in stopped) + 1
 
     def limits(self) -> list[int | None]:
-        """Return the total number of samples of each source; None: without end."""
         found: list[int | None] = []
         for rule, source in zip(self.when_exhausted, self.sources, strict=True):
             epochs = {"repeat": None, "stop": 1}.get(rule) if isinstance(rule, str) else rule
             found.append(None if epochs is None else limited("when_exhausted", epochs, source.samples_per_epoch))
         return found
+
+    def names(self) -> list[str]:
+        return [source.units.name for source in self.sources]
 
     @property
     def weights(self) -> list[Any]:
@@ -79,8 +78,7 @@ class Mixture(Samples):
         return [[stage.first, list(stage.weights)] for stage in self.stages]
 
     def identity(self) -> dict[str, Any]:
-        """Return the arguments and the sources' identities; after a changed run also the origin."""
-        origin = {"sample": self.origin.sample, "positions": list(self.origin.positions)}
+        """Return the arguments and the sources' identities."""
         return {
             "stream": MIXTURE_VERSION,
             "seed": self.seed,
@@ -89,7 +87,6 @@ class Mixture(Samples):
             "weights": self.weights,
             "when_exhausted": self.when_exhausted,
             "sources": [source.identity() for source in self.sources],
-            **({"origin": origin} if self.origin.sample else {}),
         }
 
     def progress(self, consumed: int) -> dict[str, Any]:
@@ -275,6 +272,8 @@ class MixtureStream(Stream[Any]):
         for number, stream in enumerate(self.streams):
             if not isinstance(getattr(stream, "samples", None), Epochs):
                 raise ValueError(f"streams[{number}] is a {type(stream).__name__}, expected a stream of one cache")
+            if stream.samples.origin.sample:
+                raise ValueError(f"streams[{number}] continues a changed run: open it again, without a state")
             if stream.epochs is not None:
                 raise ValueError(f"streams[{number}] has epochs={stream.epochs}: pass it in when_exhausted")
             mine, first = (self._form(each) for each in (stream, self.streams[0]))
@@ -329,51 +328,6 @@ class MixtureStream(Stream[Any]):
             f"source {number}": f"weight {self._weights_of(number)}: {_named(of)}"
             for number, of in enumerate(self.streams)
         }
-
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, allow_other_content: bool = False, changed: bool = False
-    ) -> None:
-        """Resume where a state was taken, as `Stream.load_state_dict` does, or continue that run with changes.
-
-        changed: the state may be of a mixture with other weights, sources, block_size, seed or when_exhausted, or of a
-            stream of one cache. The sources of the state that are in this mixture too, with equal content, T, seed and
-            other arguments, continue from their positions: each sample once an epoch across the change. Others begin
-            at 0: a new source, and one of the same content with other arguments, which begins a new epoch. Warns of
-            all that differs (W103). consumed_samples continues to count, and numbers of epochs count from the
-            source's very beginning. Later states load plainly into a mixture with these arguments. A state of a mixture
-            with the same arguments is loaded plainly.
-        Raises: the errors of `Stream.load_state_dict`; with changed also ValueError for a state without positions, of
-            an earlier release, and if no source is left or one with "stop" has had its epoch.
-        """
-        self.check_not_ahead()
-        mixture, before, report = self.samples, self.samples.origin, ""
-        if changed and allow_other_content:
-            raise ValueError("changed=True with allow_other_content=True: a source of other content is a new source")
-        identity = {key: value for key, value in self.identity().items() if key != "origin"}
-        is_change = changed and not is_unchanged(state, identity)
-        if is_change:
-            names = [source.units.name for source in mixture.sources]
-            origin, report = continued(state, identity, names, mixture.limits())
-        else:
-            check_identity(state, identity, "state", allow_other_content)
-            origin = origin_of(state, len(self.streams))
-        try:
-            if origin != before:
-                mixture.begin(origin)
-            if is_change:
-                self._check_left(origin.sample)
-                self._resume_at(origin.sample)
-            else:
-                self._load(state, allow_other_content)
-        except ValueError:
-            if mixture.origin != before:
-                mixture.begin(before)
-            raise
-        if report:
-            text = f"the mixture changes at sample {origin.sample:,}: {report}"
-            warnings.warn(CodedWarning("W103", text), stacklevel=2)
-        if origin != before or self._consumed % self.global_batch_size:
-            self._warn_of_last_batch()
 
     def counts_of(self, block: int) -> Numbers:
         """Return how many samples of each source a block has, counted from 0: int64 [sources]; zeros after the end.

@@ -1,14 +1,15 @@
 """What a state of a stream holds, its checksum, and which states are refused; the state may come from anywhere.
 
-Decides also what a mixture with other sources or weights takes over from the state of a run:
+Decides also what a stream with other arguments, or a mixture with other sources, takes over from the state of a run:
 
     state       sources A at 700, B at 250, C at 50; consumed_samples = 1,000
     mixture     sources B, A with another T, D
     origin      sample 1,000; B at 250, A at 0 (a new epoch), D at 0; C was removed
 
-A source of the state is one of the mixture if their identities are equal: content, T, seed and all other arguments. Of
-equal ones the first goes to the first. The mixture begins at its origin, and each source at its position there, so that
-no sample of a source that stayed is lost or repeated. The origin is a part of the later states.
+A source of the state is one of the mixture if their identities are equal: content, T, seed and all other arguments. A
+stream of one cache is a mixture of one source. Of equal ones the first goes to the first. The mixture begins at its
+origin, and each source at its position there, so that no sample of a source that stayed is lost or repeated. The origin
+is a part of the later states.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ def check_identity(
 ) -> None:
     """Raise unless a state belongs to a stream with this identity.
 
-    where: how errors begin. remedy: where the arguments are others; for a mixture it names changed=True.
+    where: how errors begin. remedy: where the arguments are others. For a mixture or a stream of tokens it names
+        changed=True.
     Raises: CacheError for other content, if that is not allowed, and for another tokenizer; ValueError for a state of
         another kind or of a stream with other arguments.
     """
@@ -150,8 +152,8 @@ def check_identity(
     if state.get("kind") != (kind := mine.get("kind")):
         found = f"kind is {shortened(state.get('kind'))}, expected {shortened(kind)} as in this stream"
         raise StateError(f"{where}: {found}. It belongs to another kind of stream: open that one")
-    if "sources" in mine:
-        remedy = f"To continue its run with these sources and arguments, load it with changed=True. {remedy}"
+    if "changed=True" not in remedy and not {"sources", "T"}.isdisjoint(mine):
+        remedy = f"To continue its run with these arguments, load it with changed=True. {remedy}"
     for key, value in mine.items():
         if key not in state:
             raise StateError(f"{where}: lacks {key}, expected what state_dict() returned")
@@ -196,18 +198,18 @@ def refuse_tokenizer(given: Any, mine: Any, where: str) -> None:
         raise CacheError(where, found, expected, "Its ids mean other text: open the cache of the state", code="E108")
 
 
-# --- changed mixtures -------------------------------------------------------------------------------------------------
+# --- changed runs -----------------------------------------------------------------------------------------------------
 
 
 class Origin(NamedTuple):
-    """Where a mixture begins: the sample, and how many samples of each source were consumed before it."""
+    """Where a stream begins in a run: the sample, and how many samples of each source were consumed before it."""
 
     sample: int
     positions: tuple[int, ...]
 
 
 class Change(NamedTuple):
-    """How a mixture continues a run."""
+    """How a stream continues a run."""
 
     origin: Origin
     report: str
@@ -215,12 +217,12 @@ class Change(NamedTuple):
 
 
 def is_unchanged(state: Any, identity: Mapping[str, Any]) -> bool:
-    """Return whether a state belongs to a mixture with the same arguments and sources. identity: without its origin."""
+    """Return whether a state belongs to a stream with the same arguments and sources. identity: without its origin."""
     return isinstance(state, Mapping) and all(key in state and same(state[key], identity[key]) for key in identity)
 
 
 def origin_of(state: Any, sources: int) -> Origin:
-    """Return where the mixture of a state began. Raises: ValueError for an origin that cannot be."""
+    """Return where the stream of a state began. Raises: ValueError for an origin that cannot be."""
     origin = state.get("origin") if isinstance(state, Mapping) else None
     if origin is None:
         return Origin(0, (0,) * sources)
@@ -237,14 +239,15 @@ def origin_of(state: Any, sources: int) -> Origin:
 
 
 def continued(state: Any, identity: Mapping[str, Any], names: Sequence[str], limits: Sequence[int | None]) -> Change:
-    """Return how a mixture continues the run of a state: of another mixture, or of a stream of one cache.
+    """Return how a stream continues the run of another one, each a mixture or of one cache.
 
-    identity: of the mixture. names, limits: of each source of it the name, and the total number of samples.
+    identity: of the stream, without its origin. names, limits: of each source of it the name, and the total number of
+    samples.
     Raises: ValueError for a state without positions or with a wrong checksum, and for anything else that is not a
         state; CacheError E108 for another tokenizer.
     """
     known, positions, consumed = _read(state)
-    sources: Sequence[dict[str, Any]] = identity["sources"]
+    sources: Sequence[dict[str, Any]] = identity.get("sources", [identity])
     for given in known:
         for mine in sources:
             refuse_tokenizer(given.get("tokenizer_sha256"), mine.get("tokenizer_sha256"), "state")
@@ -262,8 +265,9 @@ def continued(state: Any, identity: Mapping[str, Any], names: Sequence[str], lim
     parts += [f"removed, after {positions[number]:,} samples: {_described(known[number])}" for number in removed]
     if parts:
         stayed = [name for name, old in zip(names, resumed, strict=True) if old is not None]
-        parts.insert(0, f"resumed: {', '.join(stayed) or 'none'}")
-    if arguments := _differences(state, identity, [key for key in _ARGUMENTS if key in state]):
+        if stayed or "sources" in identity:
+            parts.insert(0, f"resumed: {', '.join(stayed) or 'none'}")
+    if "sources" in identity and (arguments := _differences(state, identity, [k for k in _ARGUMENTS if k in state])):
         parts.insert(0, arguments)
     return Change(Origin(consumed, tuple(0 if old is None else positions[old] for old in resumed)), "; ".join(parts))
 
@@ -291,7 +295,8 @@ def _read(state: Any) -> tuple[list[dict[str, Any]], list[int], int]:
         raise StateError("state: of a StatefulDataLoader's worker. Only batch.state can be loaded with changed=True")
     if "content_sha256" in state:  # of a stream of one cache
         check_checksum(state, identity, _PROGRESS)
-        return [{key: state[key] for key in identity}], [consumed], consumed
+        sample, (position,) = origin_of(state, 1)
+        return [{key: state[key] for key in identity if key != "origin"}], [position + consumed - sample], consumed
     sources = state.get("sources")
     if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):
         raise StateError(f"state: sources is {shortened(sources)}, {expected}")

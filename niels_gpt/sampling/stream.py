@@ -25,11 +25,16 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from niels_gpt.display.tables import html_table
 from niels_gpt.sampling.state import (
+    MAX_SAMPLES,
+    Origin,
     check_checksum,
     check_identity,
+    continued,
     copied,
     copier,
     identity_crc,
+    is_unchanged,
+    origin_of,
     sealed,
     state_count,
     state_numbers,
@@ -59,7 +64,21 @@ class Samples(ABC):
     """Numbered samples: what each number means. May be pickled."""
 
     num_samples: int | None
-    """How many there are; None: without end."""
+    """Number of the last one + 1; None: without end."""
+    origin: Origin
+    """Where they begin in a run that changed; else sample 0."""
+
+    @abstractmethod
+    def begin(self, origin: Origin) -> None:
+        """Begin at a sample of a run. Raises: ValueError if no sample is left of its sources there."""
+
+    @abstractmethod
+    def limits(self) -> list[int | None]:
+        """Return the total number of samples of each source; None: without end. One cache is a single source."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the name of each source, for messages."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -179,7 +198,10 @@ class Stream(IterableDataset[B], Generic[B]):
 
     def identity(self) -> dict[str, Any]:
         """Return what decides which sample a number means, fit for JSON: arguments, and the content of the cache."""
-        return self.samples.identity()
+        identity, origin = self.samples.identity(), self.samples.origin
+        if origin.sample:
+            identity["origin"] = {"sample": origin.sample, "positions": list(origin.positions)}
+        return identity
 
     def _progress(self, consumed: int) -> dict[str, Any]:
         return self.samples.progress(consumed)
@@ -359,19 +381,66 @@ class Stream(IterableDataset[B], Generic[B]):
             return sealed(copied(identity), identity_crc(identity), self._progress(self._worker_base), worker)
         return sealed(copied(identity), identity_crc(identity), self._progress(self._consumed))
 
-    def load_state_dict(self, state: Mapping[str, Any], *, allow_other_content: bool = False) -> None:
+    def state_at(self, consumed: int) -> dict[str, Any]:
+        """Return the state after `consumed` samples of all ranks: `batch.state` of a batch that ends there.
+
+        For a reader by number, who counts samples itself; the stream's own position stays. Raises: StateError (a
+        ValueError) for a number after the stream's end.
+        """
+        identity = self.identity()
+        if checked_int("consumed", consumed, 0) > (self.num_samples if self.num_samples is not None else MAX_SAMPLES):
+            raise StateError(f"consumed={consumed}: expected at most {self.num_samples}, where this stream ends")
+        return sealed(copied(identity), identity_crc(identity), self._progress(consumed))
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, allow_other_content: bool = False, changed: bool = False
+    ) -> None:
         """Resume exactly where a state was taken, with any rank, world_size, global_batch_size and number of workers.
 
         Warns (W101) of ranks with unequal rows of the last batch.
         allow_other_content: resume in a cache of other content at the same number of samples, which then means other
             text; a cache of another tokenizer is always refused.
+        changed: continue the run of a stream with another T, seed or content, or of a mixture with other weights,
+            sources, block_size or when_exhausted; also of a stream as a mixture, or the reverse. The sources of the
+            state that are here too, with equal content, T, seed and other arguments, continue from their positions:
+            each sample once an epoch across the change. Others begin at 0: a new source, and one of the same content
+            with other arguments, which begins a new epoch. Warns of all that differs (W103). consumed_samples continues
+            to count, and numbers of epochs count from the source's very beginning. Later states load plainly into a
+            stream with these arguments. A state of a stream with the same arguments is loaded plainly.
         Raises: CacheError E108 for other content or another tokenizer; ValueError for a state of a stream with other
             arguments (seed, T, ...), for a wrong checksum (a state without one, from an earlier release, is accepted),
             for anything that is not a state, and for the state of a StatefulDataLoader worker except in the same worker
-            of equally many; RuntimeError if `prefetch` reads ahead in the stream.
+            of equally many; with changed also for a state without positions, of an earlier release, and if no source is
+            left or one with "stop" has had its epoch; RuntimeError if `prefetch` reads ahead in the stream.
         """
-        self._load(state, allow_other_content)
-        if self._consumed % self.global_batch_size:  # else opening has warned of the same last batch
+        self.check_not_ahead()
+        samples, before, report = self.samples, self.samples.origin, ""
+        if changed and allow_other_content:
+            raise ValueError("changed=True with allow_other_content=True: a source of other content is a new source")
+        identity = samples.identity()
+        is_change = changed and not is_unchanged(state, identity)
+        if is_change:
+            origin, report = continued(state, identity, samples.names(), samples.limits())
+        else:
+            check_identity(state, identity, "state", allow_other_content)
+            origin = origin_of(state, len(before.positions))
+        try:
+            if origin != before:
+                samples.begin(origin)
+            if is_change:
+                self._check_left(origin.sample)
+                self._resume_at(origin.sample)
+            else:
+                self._load(state, allow_other_content)
+        except ValueError:
+            if samples.origin != before:
+                samples.begin(before)
+            raise
+        if report:
+            what = "mixture" if "sources" in identity else "stream"
+            text = f"the {what} changes at sample {origin.sample:,}: {report}"
+            warnings.warn(CodedWarning("W103", text), stacklevel=2)
+        if origin != before or self._consumed % self.global_batch_size:  # else opening has warned of the same batch
             self._warn_of_last_batch()
 
     def _load(self, state: Mapping[str, Any], allow_other_content: bool) -> None:

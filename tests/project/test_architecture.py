@@ -179,7 +179,7 @@ def test_the_files_of_the_spec_and_the_public_names_are_pinned():
     assert sorted(path.stem for path in (ROOT / "niels_gpt" / "cache").glob("*.py")) == CACHE_FILES.split()
     names = "CacheError PretrainTokenStreamDataset SFTExampleDataset build_pretrain_cache build_sft_cache read_meta"
     assert niels_gpt.cache.__all__ == [*names.split(), "sha256_file", "write_meta"]
-    streams = ["Batch", "EpochStream", "MixtureStream", "PackedStream", "SFTStream"]
+    streams = ["Batch", "EpochStream", "MixtureStream", "PackedStream", "RandomAccess", "SFTStream"]
     assert niels_gpt.sampling.__all__ == [*streams, "bits_per_byte", "block_causal_mask", "iter_eval", "prefetch"]
     for package in (niels_gpt.cache, niels_gpt.sampling):
         assert all(getattr(package, name) for name in package.__all__)

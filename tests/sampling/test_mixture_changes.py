@@ -12,7 +12,7 @@ from support.errors import refused
 from support.number_caches import APART, firsts, joined, mixture, run_epochs, run_mixture, sources
 
 from niels_gpt.cache import CacheError
-from niels_gpt.sampling import EpochStream
+from niels_gpt.sampling import EpochStream, MixtureStream
 from niels_gpt.storage.codes import CodedWarning
 
 pytestmark = [
@@ -218,3 +218,52 @@ def test_an_origin_that_cannot_be_is_refused(tmp_path, origin):
         with pytest.raises(ValueError, match=r"origin|sample is -1|positions is"):
             one.load_state_dict({**state, "origin": origin}, **flags)
         assert one.state_dict() == before
+
+
+@pytest.mark.filterwarnings("ignore:the stream changes")
+def test_a_stream_of_one_cache_changes_T_and_begins_a_new_epoch(tmp_path):
+    """On paper: 12 windows of 2 tokens, then all 25 windows of 3 in that stream's own order; the count goes on."""
+    (folder,) = sources(tmp_path, [50])
+    state = run_epochs(folder, 3, T=1)[-1].state
+    with refused("E108", "changed=True"):
+        run_epochs(folder, 1, state=state, T=2)
+    with pytest.warns(CodedWarning, match=r"^the stream changes at sample 12: a new epoch of .* had 12.*: T 1 -> 2"):
+        longer = run_epochs(folder, 20, state=state, T=2, change=True, epochs=1)
+    assert firsts(longer) == firsts(run_epochs(folder, 20, T=2, epochs=1)) and len(firsts(longer)) == 25
+    assert longer[-1].state["consumed_samples"] == 12 + 25 and longer[-1].state["epoch"] == 1
+    assert longer[-1].state["origin"] == {"sample": 12, "positions": [0]}
+    rest = run_epochs(folder, 20, state=longer[0].state, T=2, world=2, G=2, epochs=1)  # later states load plainly
+    assert firsts(rest) == firsts(longer[1:])
+    assert firsts(run_epochs(folder, 2, state=longer[0].state, T=2, change=True)) == firsts(longer[1:3])
+    again = run_epochs(folder, 2, state=longer[0].state, T=1, change=True)
+    assert firsts(again) == firsts(run_epochs(folder, 2, T=1)) and again[0].state["consumed_samples"] == 20
+
+
+@pytest.mark.filterwarnings("ignore:the stream changes")
+def test_a_source_of_a_mixture_and_a_stream_alone_are_one_run_both_ways(tmp_path):
+    folders = sources(tmp_path, [7, 50])
+    alone = firsts(run_epochs(folders[1], 12, T=1))
+    state = run_mixture(folders, [1, 1], 3)[-1].state
+    assert state["positions"] == [6, 6]
+    single = run_epochs(folders[1], 3, state=state, T=1, change=True)
+    assert firsts(single) == alone[6:18] and single[-1].state["consumed_samples"] == 24
+    assert single[-1].state["origin"] == {"sample": 12, "positions": [6]}
+    mixed = firsts(changed_run(folders, [1, 1], 2, single[-1].state))
+    assert own(mixed, 1) == alone[18 : 18 + len(own(mixed, 1))] and own(mixed, 1)
+    with pytest.raises(ValueError, match="all 7 samples had been served"):
+        run_epochs(folders[0], 1, state=run_mixture(folders, [1, 1], 4)[-1].state, T=1, change=True, epochs=1)
+
+
+@pytest.mark.filterwarnings("ignore:the stream changes")
+def test_a_changed_stream_is_no_source_of_a_mixture_and_its_origin_is_checked(tmp_path):
+    (folder,) = sources(tmp_path, [50])
+    one = EpochStream(str(folder), T=2, global_batch_size=4, seed=0)
+    one.load_state_dict(run_epochs(folder, 3, T=1)[-1].state, changed=True)
+    with pytest.raises(ValueError, match=r"streams\[0\] continues a changed run"):
+        MixtureStream([one], [1], seed=0)
+    state = next(iter(one)).state
+    for origin in ({"sample": 17, "positions": [0]}, {"sample": 12, "positions": [13]}, {"sample": 12}, [12], "x"):
+        with pytest.raises(ValueError):
+            run_epochs(folder, 1, state={**state, "origin": origin}, T=2)
+    with pytest.raises(ValueError, match="checksum"):
+        run_epochs(folder, 1, state={**state, "origin": {"sample": 11, "positions": [0]}}, T=2)

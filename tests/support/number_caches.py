@@ -152,14 +152,14 @@ def firsts(batches):
     return [first for batch in batches for first in batch.firsts]
 
 
-def run_epochs(folder, steps=None, *, G=4, world=1, state=None, **changed):
-    """Take some steps of an EpochStream with all its ranks; None: to the end."""
+def run_epochs(folder, steps=None, *, G=4, world=1, state=None, change=False, **changed):
+    """Take some steps of an EpochStream with all its ranks; None: to the end. change: the state has others."""
     ranks = []
     for rank in range(world):
         arguments = {"T": 4, "seed": 0, "global_batch_size": G, "rank": rank, "world_size": world, **changed}
         stream = EpochStream(str(folder), **arguments)
         if state is not None:
-            stream.load_state_dict(state)
+            stream.load_state_dict(state, changed=change)
         ranks.append(list(islice(stream, steps)))
     return joined(ranks)
 

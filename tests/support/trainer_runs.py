@@ -26,7 +26,9 @@ class Log:
     """What one rank trained on, a line for each step, in the folder of a run."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.rank = int(os.environ.get("RANK", 0))
+        self.rank, self.ranks = (
+            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
+        )
         self.file = open(Path(folder) / f"rank-{self.rank}.jsonl", "a")
 
     def step(self, number: int, rows: Any, loss: float, targets: int) -> None:
@@ -39,7 +41,8 @@ class Log:
             for batch in rows
             for row in range(len(batch[0]))
         ]
-        line = {"step": number, "rows": hashes, "loss": loss * targets if targets else 0.0, "targets": targets}
+        line = {"step": number, "ranks": self.ranks, "rows": hashes, "targets": targets}
+        line["loss"] = loss * targets if targets else 0.0
         print(json.dumps(line), file=self.file, flush=True)
 
 
@@ -56,8 +59,8 @@ def run(script: str | Path, folder: Path, *arguments: Any, ranks: int = 1, kill_
         of_rank = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
         if ranks == 1:  # as a user starts it, without torchrun
             of_rank = {name: of_rank[name] for name in of_rank if name not in (*world, "RANK", "LOCAL_RANK")}
-        output = open(folder / f"output-{rank}.txt", "a")
-        started.append(subprocess.Popen(command, env=of_rank, stdout=output, stderr=output, start_new_session=True))
+        with open(folder / f"output-{rank}.txt", "a") as output:
+            started.append(subprocess.Popen(command, env=of_rank, stdout=output, stderr=output, start_new_session=True))
     try:
         _wait(started, folder, kill_at)
     finally:
@@ -91,15 +94,18 @@ def _wait(started: list[subprocess.Popen[bytes]], folder: Path, kill_at: int | N
 def steps(folder: Path) -> dict[int, tuple[str, float]]:
     """Return for each step that all ranks logged the sha256 of its global batch, rank after rank, and the mean loss.
 
-    A step that was run again after a kill counts as it was run last.
+    A step that was run again after a kill counts as it was run last, also on another number of ranks.
     """
     ranks = []
     for path in sorted(folder.glob("rank-*.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         ranks.append({line["step"]: line for line in lines})
     found = {}
-    for step in sorted(set.intersection(*map(set, ranks)) if ranks else ()):
-        parts = [rank[step] for rank in ranks]
+    for step, line in sorted(ranks[0].items() if ranks else ()):
+        world = line["ranks"]  # files of further ranks are of an earlier run of the folder
+        parts = [rank[step] for rank in ranks[:world] if rank.get(step, {}).get("ranks") == world]
+        if len(parts) < world:
+            continue
         rows = "".join(row for part in parts for row in part["rows"])
         mean = sum(part["loss"] for part in parts) / max(1, sum(part["targets"] for part in parts))
         found[step] = hashlib.sha256(rows.encode()).hexdigest(), mean

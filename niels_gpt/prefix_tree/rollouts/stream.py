@@ -205,12 +205,18 @@ class RolloutStream(Stream[RolloutBin]):
     def _progress(self, consumed: int) -> dict[str, int]:
         return {"epoch": consumed // self.samples_per_epoch, "consumed_samples": consumed}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, allow_other_content: bool = False) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, allow_other_content: bool = False, changed: bool = False
+    ) -> None:
         """Resume exactly where a state was taken, with any rank, world_size and number of workers.
 
         allow_other_content: resume in a cache of other content, at the last bin that ends at or before that number of
-            samples. Raises: the errors of `Stream.load_state_dict`; ValueError for a position inside a bin.
+            samples.
+        changed: refused: a change would begin a new epoch, which a new stream does, too.
+        Raises: the errors of `Stream.load_state_dict`; ValueError for a position inside a bin, and for changed.
         """
+        if changed:
+            raise StateError("changed=True: a RolloutStream cannot change in a run. Open a new one, without a state")
         before = self._consumed
         self._load(state, allow_other_content)
         at = self._bin_begin(self._consumed)

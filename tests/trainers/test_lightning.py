@@ -1,0 +1,168 @@
+"""Streams in Lightning's Trainer: the position is in its checkpoints, for any number of devices and workers."""
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from lightning.pytorch import Callback, Trainer
+from support import lightning_run, trainer_runs
+from support.lightning_run import QUIET, Tiny
+from support.mixed_caches import build_three, open_mixture
+
+from niels_gpt.sampling import iter_eval
+from niels_gpt.storage.errors import StateError, StreamUseError
+from niels_gpt.trainers.lightning import StreamDataModule
+
+# Of Lightning's own: a class of torch that it uses, and that it thinks a few workers are more.
+pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning", "ignore:You are using the `datal")
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory):
+    return build_three(tmp_path_factory.mktemp("caches"))
+
+
+@pytest.mark.slow
+def test_killed_run_goes_on_with_other_ranks_and_workers(caches, tmp_path):
+    """2 ranks and 1 worker each, then 1 rank and 2 workers, then 2 ranks without workers; gradients accumulate."""
+
+    def run(name, workers, **others):
+        trainer_runs.run(lightning_run.__file__, tmp_path / name, caches, workers, **others)
+
+    run("whole", 0)
+    run("killed", 1, ranks=2, kill_at=trainer_runs.KILLED_AT)
+    run("killed", 2, kill_at=29)
+    run("killed", 0, ranks=2)
+    whole, killed = (trainer_runs.steps(tmp_path / name) for name in ("whole", "killed"))
+    assert list(killed) == list(whole) == list(range(1, trainer_runs.STEPS + 1))
+    assert [rows for rows, _ in killed.values()] == [rows for rows, _ in whole.values()]
+    assert [loss for _, loss in killed.values()] == pytest.approx([loss for _, loss in whole.values()], abs=1e-6)
+
+
+def fit(data, on_batch=lambda *_: None, *, model=Tiny, ckpt_path=None, **trainer):
+    """Train quietly in this process; return the Trainer."""
+    made = Trainer(**{**QUIET, **trainer})
+    made.fit(model(on_batch), datamodule=data, ckpt_path=ckpt_path)
+    return made
+
+
+def opener(caches, **others):
+    """Return what opens a mixture of plain windows, of three epochs where nothing else is given."""
+
+    def opened(rank, world_size):
+        arguments = {"when_exhausted": 3, "G": 4, "rank": rank, "world_size": world_size, **others}
+        return open_mixture(caches, ["plain"], [1], **arguments)
+
+    return opened
+
+
+def rows_of(opened):
+    return [batch.x.tolist() for batch in opened(0, 1)]
+
+
+def test_epochs_of_lightning_are_parts_of_the_stream(caches, tmp_path):
+    """Three parts, then as many batches again from the checkpoint of the second."""
+    opened, seen = opener(caches), []
+    wanted = rows_of(opened)
+    part = len(wanted) // 3
+    data = StreamDataModule(opened)
+    trainer = fit(data, lambda _, batch, __: seen.append(batch.x.tolist()), max_epochs=2, limit_train_batches=part)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    fit(
+        StreamDataModule(opened, num_workers=1),
+        lambda _, batch, __: seen.append(batch.x.tolist()),
+        ckpt_path=tmp_path / "two.ckpt",
+        max_epochs=3,
+        limit_train_batches=part,
+    )
+    assert seen == wanted[: 3 * part]
+
+
+def test_whole_stream_is_one_epoch(caches):
+    opened, seen = opener(caches), []
+    wanted = rows_of(opened)
+    fit(StreamDataModule(opened), lambda _, batch, __: seen.append(batch.x.tolist()), max_epochs=1)
+    assert seen == wanted
+    with pytest.raises(StreamUseError):
+        fit(StreamDataModule(opened), max_epochs=2)
+
+
+class Failed(Exception):
+    pass
+
+
+def test_checkpoint_of_an_error_has_the_batches_trained_before(caches, tmp_path):
+    """The error comes in the middle of a batch, which is trained on after the restart."""
+    opened, seen = opener(caches), []
+    wanted = rows_of(opened)
+
+    def on_batch(number, batch, loss):
+        if len(seen) == 5:
+            seen.append(None)
+            raise Failed
+        seen.append(batch.x.tolist())
+
+    class Saver(Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            trainer.save_checkpoint(tmp_path / "error.ckpt")
+
+    with pytest.raises(Failed):
+        fit(StreamDataModule(opened), on_batch, max_epochs=1, callbacks=[Saver()])
+    fit(StreamDataModule(opened), on_batch, max_epochs=1, ckpt_path=tmp_path / "error.ckpt")
+    assert seen[:5] + seen[6:] == wanted
+
+
+def test_another_batch_size_serves_the_rest(caches, tmp_path):
+    """Lightning counts batches, and would end too early if it knew how many larger ones there are.
+
+    It also counts an epoch where max_steps ends one, so the rest is the third.
+    """
+    opened, rows = opener(caches), []
+    wanted = [row for batch in rows_of(opened) for row in batch]
+
+    def on_batch(number, batch, loss):
+        rows.extend(batch.x.tolist())
+
+    fit(StreamDataModule(opened), on_batch, max_steps=5).save_checkpoint(tmp_path / "5.ckpt")
+    fit(StreamDataModule(opener(caches, G=8)), on_batch, max_steps=6, ckpt_path=tmp_path / "5.ckpt").save_checkpoint(
+        tmp_path / "6.ckpt"
+    )
+    fit(StreamDataModule(opener(caches, G=8)), on_batch, max_epochs=3, ckpt_path=tmp_path / "6.ckpt")
+    assert rows == wanted
+
+
+def test_checkpoint_of_other_data_is_refused(caches, tmp_path):
+    fit(StreamDataModule(opener(caches)), max_steps=2).save_checkpoint(tmp_path / "2.ckpt")
+    with pytest.raises(StateError):
+        fit(StreamDataModule(opener(caches, seed=9)), max_steps=4, ckpt_path=tmp_path / "2.ckpt")
+
+
+def test_validation_of_each_rank(caches):
+    """The function is called for each validation."""
+    calls, sizes = [], []
+
+    class Validated(Tiny):
+        def validation_step(self, batch, batch_idx):
+            sizes.append(int((batch[1] != -100).sum()))
+
+    def validation(rank, world_size):
+        calls.append((rank, world_size))
+        return iter_eval(caches / "pretrain" / "plain" / "train", B=2, T=12, rank=rank, world_size=world_size)
+
+    data = StreamDataModule(opener(caches), open_validation=validation)
+    fit(data, model=Validated, max_steps=4, val_check_interval=2, num_sanity_val_steps=0)
+    assert calls == [(0, 1)] * 2
+    assert sum(sizes) == 2 * 181
+
+
+def test_wrong_uses_are_refused(caches):
+    class OfIterator(Tiny):
+        def training_step(self, dataloader_iter):
+            raise AssertionError
+
+    with pytest.raises(StreamUseError):
+        fit(StreamDataModule(opener(caches)), model=OfIterator, max_steps=1)
+    with pytest.raises(StreamUseError):
+        fit(StreamDataModule(opener(caches, rank=1, world_size=2, drop_last=True)), max_steps=1)
+    with pytest.raises(StreamUseError):
+        StreamDataModule(opener(caches)).train_dataloader()
