@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.float64_models import float64_llama
-from support.padded_batches import PROMPT, RESPONSE, unfolded, verl_batch
+from support.padded_batches import PROMPT, RESPONSE, gradient, unfolded, verl_batch
 from support.prefix_trees import prefixes
 
 from niels_gpt.prefix_tree.edges import at_predictions, edge_logprobs, sample_logprobs
@@ -21,11 +21,6 @@ MASKS = ("input_ids", "attention_mask", "response_mask")
 
 def masks_of(batch):
     return [batch[name] for name in MASKS]
-
-
-def grads(loss, model):
-    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-    return torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(model.parameters()), **options)])
 
 
 def scores(model, batch, temperature=1.0):
@@ -91,7 +86,7 @@ def test_log_probs_entropies_values_and_gradients_are_those_of_the_padded_batch(
         theirs = theirs * (mask if theirs.ndim == 2 else mask[..., None])
         assert mine.shape == theirs.shape and float((mine - theirs).detach().abs().max()) < 1e-12
         weights = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(seed), dtype=theirs.dtype)
-        one, other = grads((theirs * weights).sum(), model), grads((mine * weights).sum(), model)
+        one, other = gradient((theirs * weights).sum(), model), gradient((mine * weights).sum(), model)
         assert float((one - other).norm() / one.norm()) < 1e-12
 
 
@@ -154,7 +149,7 @@ def test_a_batch_that_was_made_in_inference_mode_trains():
     data, model = verl_batch(), float64_llama()
     with torch.inference_mode():
         batch = PaddedRollouts.from_padded(*masks_of(data), columns={"advantages": data["advantages"]})
-    assert grads(scores(model, batch)[0].sum(), model).any()
+    assert gradient(scores(model, batch)[0].sum(), model).any()
 
 
 IDS = torch.tensor([[0, 5, 6, 7], [4, 5, 6, 0]])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import ROOT
 from support.float64_models import VOCAB, float64_llama
-from support.padded_batches import PROMPT, RESPONSE, unfolded, verl_batch
+from support.padded_batches import PROMPT, RESPONSE, gradient, unfolded, verl_batch
 
 from niels_gpt.prefix_tree.edges import LossEdges, at_predictions, edge_logprobs, sample_logprobs
 from niels_gpt.prefix_tree.forest import PrefixForest
@@ -47,15 +47,10 @@ def folded(model, data, rows=slice(None), columns=COLUMNS):
     return batch, *(sample_logprobs(each, batch.edges) for each in both), hidden
 
 
-def grads(loss, model):
-    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
-    return torch.cat([each.flatten() for each in found])
-
-
 def assert_same(mine, theirs, model, tolerance=1e-12):
     """Compare two losses, and their gradients by their length."""
     torch.testing.assert_close(mine, theirs.to(mine), rtol=tolerance, atol=tolerance)
-    one, other = grads(mine, model), grads(theirs, model)
+    one, other = gradient(mine, model), gradient(theirs, model)
     assert float(other.norm()) > 0 and float((one - other).norm() / other.norm()) < tolerance
 
 

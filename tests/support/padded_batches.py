@@ -1,4 +1,4 @@
-"""Padded batches of rollouts with the shapes of verl, and their log-probs without folding."""
+"""Padded batches of rollouts with the shapes of verl, their log-probs without folding, and gradients."""
 
 import numpy as np
 import torch
@@ -45,3 +45,10 @@ def unfolded(model, batch, temperature=1.0):
     logp = (model.lm_head(hidden) / temperature).log_softmax(-1)
     targets = ids[:, -RESPONSE:, None]
     return logp.gather(-1, targets)[..., 0], -(logp.exp() * logp).sum(-1), hidden
+
+
+def gradient(loss, *modules):
+    """Return the gradient of a loss by all parameters of modules, in one axis."""
+    parameters = [each for module in modules for each in module.parameters()]
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    return torch.cat([each.flatten() for each in torch.autograd.grad(loss, parameters, **options)])
