@@ -5,6 +5,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import ROOT
+from support.documents import blocks_of
 from support.float64_models import float64_llama
 from support.padded_batches import PROMPT, RESPONSE, gradient, unfolded, verl_batch
 from support.prefix_trees import prefixes
@@ -150,6 +152,18 @@ def test_a_batch_that_was_made_in_inference_mode_trains():
     with torch.inference_mode():
         batch = PaddedRollouts.from_padded(*masks_of(data), columns={"advantages": data["advantages"]})
     assert gradient(scores(model, batch)[0].sum(), model).any()
+
+
+def test_the_code_of_the_page_runs():
+    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+    (code,) = (block.body for block in blocks_of(page) if "PaddedRollouts" in block.body)
+    assert len(list(filter(None, code.splitlines()))) <= 10
+    data, model = verl_batch(), float64_llama()
+    names = {"data": data, "model": model, "total": data["response_mask"].sum()}
+    exec(code, names)
+    assert gradient(names["loss"], model).any() and names["metrics"]["tokens"] == names["total"]
+    wanted = unfolded(model, data)[0] * data["response_mask"]
+    torch.testing.assert_close(names["log_probs"], wanted, rtol=1e-12, atol=1e-12)
 
 
 IDS = torch.tensor([[0, 5, 6, 7], [4, 5, 6, 0]])
