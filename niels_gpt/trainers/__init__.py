@@ -1,14 +1,9 @@
 """Streams inside the trainers that users have: the same global batches on any number of ranks, resumed in mid-epoch.
 
+    grain.py        StreamSource, StreamDataset: rows by number, and batches whose state is the stream's; maxtext
     lightning.py    StreamDataModule: a data module whose position is in Lightning's checkpoints
     torchtitan.py   StreamDataLoader: torchtitan's data loader
 
 A module imports its trainer when it is imported, and nothing else of niels_gpt imports it. docs/trainers.md shows their
-use.
-
-    grain.py       StreamSource, StreamDataset: rows by number, and batches whose state is the stream's; maxtext
-    lightning.py   StreamDataModule: a data module whose position is in Lightning's checkpoints
-
-Rollouts for verl and NeMo-RL: `PrefixForest.from_padded` of niels_gpt.prefix_tree.
 use. Rollouts for verl and NeMo-RL: `PrefixForest.from_padded` of niels_gpt.prefix_tree.
 """
