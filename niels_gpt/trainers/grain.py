@@ -55,7 +55,7 @@ class StreamSource:
         return f"StreamSource({len(self):,} rows of {self._identity})"
 
 
-class StreamDataset(grain.IterDataset[Arrays]):  # type: ignore[misc]
+class StreamDataset(grain.IterDataset[Arrays]):
     """The batches of this rank of a stream, as dicts of arrays [B, ...] with the names that `StreamSource` has.
 
     The iterator's state is `batch.state`: the same on every rank, and it may be set with other ranks, workers and batch
@@ -91,7 +91,7 @@ class StreamDataset(grain.IterDataset[Arrays]):  # type: ignore[misc]
         return f"StreamDataset({type(self._stream).__name__})"
 
 
-class _Batches(grain.DatasetIterator[Arrays]):  # type: ignore[misc]
+class _Batches(grain.DatasetIterator[Arrays]):
     """Batches from a position on, made in this process or by workers."""
 
     def __init__(self, stream: Stream[Batch], options: Any, worker: tuple[int, int] | None) -> None:
