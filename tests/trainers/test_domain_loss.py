@@ -34,7 +34,9 @@ def test_sums_are_those_of_the_tokens(example, caches):
                     for sums in (of_sources[source], of_documents.setdefault((source, document), [0.0, 0])):
                         sums[0] += float(losses[row, column])
                         sums[1] += 1
-        assert example.by_source(losses, batch, 2).T.flatten().tolist() == pytest.approx([*of_sources[0], *of_sources[1]])
+        assert example.by_source(losses, batch, 2).T.flatten().tolist() == pytest.approx(
+            [*of_sources[0], *of_sources[1]]
+        )
         found = {}
         for key, total, count in example.by_document(losses, batch):
             before = found.get(key, (0.0, 0))
