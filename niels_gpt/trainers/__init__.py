@@ -1,5 +1,6 @@
 """Streams inside the trainers that users have: the same global batches on any number of ranks, resumed in mid-epoch.
 
+    automodel.py    StreamDataset: a `_target_` for the dataset of NeMo Automodel's recipes
     grain.py        StreamSource, StreamDataset: rows by number, and batches whose state is the stream's; maxtext
     lightning.py    StreamDataModule: a data module whose position is in Lightning's checkpoints
     torchtitan.py   StreamDataLoader: torchtitan's data loader
