@@ -52,6 +52,8 @@ from niels_gpt.prefix_tree.attention import Backend, block_mask, dense_mask, mod
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, folded_cross_entropy, sample_logprobs
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import body_forward, logits_head
+from niels_gpt.prefix_tree.padded import PaddedRollouts
+from niels_gpt.prefix_tree.policy import PolicyLoss
 from niels_gpt.prefix_tree.tree_rows import tree_row
 from niels_gpt.sampling import EpochStream, prefetch
 from niels_gpt.sampling.packing.masks import block_causal_mask
@@ -292,6 +294,31 @@ def check_tree_rows(run: Run) -> None:
         grads = torch.autograd.grad(found.mean(), list(model.parameters()))
         one, other = (torch.cat([each.flatten().cpu() for each in some]) for some in (grads, of_alone))
         run.near(f"{name}: gradients", one, other, 3 * NEAR[torch.float32])
+
+
+def check_padded(run: Run) -> None:
+    """A padded batch: folded, scored and put back on the device, beside the same on the CPU."""
+    samples, draw = small_samples(), torch.Generator().manual_seed(0)
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(each) for each in samples], batch_first=True)
+    seen = torch.arange(ids.shape[1]) < torch.tensor([[len(each)] for each in samples])
+    old, gain = torch.randn(2, *ids[:, 9:].shape, generator=draw) * 0.3 - torch.tensor([4.6, 0])[:, None, None]
+    found: list[list[Tensor]] = []
+    for device in (run.device, "cpu"):
+        on = [each.to(device) for each in (ids, seen, seen[:, 9:])]
+        columns = {"old_logprobs": old.to(device), "advantages": gain.to(device)}
+        batch = PaddedRollouts.from_padded(*on, uid=[0, 0, 1, 1], columns=columns)
+        model = small_model("llama", "sdpa", device)
+        hidden, head = body_forward(model, batch.forest)
+        logp = sample_logprobs(edge_logprobs(hidden, batch.edges, head), batch.edges)
+        loss, metrics = PolicyLoss("grpo")(logp, batch.edges, **batch.columns)
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        folded = [batch.unfold(column) for column in batch.columns.values()]
+        near = [batch.unfold(logp), loss[None], torch.cat([each.flatten() for each in grads])]
+        found.append([*folded, metrics["clip_low"], *near])
+    run.equal("columns, put back, and the share that is clipped", found[0][:3], found[1][:3])
+    named = ("log-probs", "loss", "gradients")
+    for name, one, other, more in zip(named, found[0][3:], found[1][3:], (1, 3, 3), strict=True):
+        run.near(name, one, other, more * NEAR[torch.float32])
 
 
 # --- batches of tokens ------------------------------------------------------------------------------------------------
@@ -653,6 +680,7 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "dense": check_dense,
     "flex": check_flex,
     "tree_rows": check_tree_rows,
+    "padded": check_padded,
     "documents": check_documents,
     "prefetch": check_prefetch,
     "head": check_head,
