@@ -8,6 +8,10 @@ Run: python benchmarks/trainers.py [--only grain] [--tokens 8000000] [--rounds 7
     torchtitan  StreamDataLoader. Beside it HuggingFaceTextDataLoader over the same documents and the same tokenizer,
             which encodes, or gives ids that are there; and the stream. NIELS_GPT_PEERS names the packages' folder, see
             .ci/run
+    automodel  StreamDataset, and beside it NanogptDataset, both in NeMo Automodel's ParallelAwareDataloader with its
+            default_collater. NIELS_GPT_PEERS names the folder of its wheel, as .ci/run unpacks it
+    lightning  StreamDataModule in a Trainer whose step does nothing. Beside it the same Trainer with a DataLoader over
+            windows of a memmap, shuffled
 
 Each way gives batches of 8 x 1,024 tokens of one cache, in turns with the others; its speed is a median of the rounds'
 ratios. Seconds are CPU time of this process with all of its threads.
@@ -16,6 +20,7 @@ ratios. Seconds are CPU time of this process with all of its threads.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import tempfile
@@ -129,7 +134,10 @@ def compare_grain(cache: Path, rounds: int) -> None:
 
 
 def compare_torchtitan(_: Path, rounds: int) -> None:
-    """Compare StreamDataLoader with HuggingFaceTextDataLoader, which tokenizes, or gets ids that are there already."""
+    """Compare with HuggingFaceTextDataLoader, which tokenizes, or gets ids. Prints why not where the wheel is missing."""
+    if "NIELS_GPT_PEERS" not in os.environ:
+        print("  left out: NIELS_GPT_PEERS is not set")
+        return
     sys.path.append(str(Path(os.environ["NIELS_GPT_PEERS"]) / "torchtitan-0.3.0"))
     from datasets import Dataset
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
@@ -170,7 +178,77 @@ def compare_torchtitan(_: Path, rounds: int) -> None:
         compare("StreamDataLoader", {"the stream": stream, "windows": ours()}, "the stream", rounds)
 
 
-CASES: dict[str, Callable[[Path, int], None]] = {"grain": compare_grain, "torchtitan": compare_torchtitan}
+# --- automodel --------------------------------------------------------------------------------------------------------
+
+
+def compare_automodel(cache: Path, rounds: int) -> None:
+    """Compare windows. Prints why not where the wheel is missing."""
+    if "NIELS_GPT_PEERS" not in os.environ:
+        print("  left out: NIELS_GPT_PEERS is not set")
+        return
+    sys.path.insert(0, str(Path(os.environ["NIELS_GPT_PEERS"], "0.7.0")))
+    from nemo_automodel.components.datasets.llm.nanogpt_dataset import NanogptDataset
+    from nemo_automodel.components.datasets.loader import ParallelAwareDataloader
+    from nemo_automodel.components.datasets.utils import default_collater
+
+    from niels_gpt.exchange.exporting import export_cache
+    from niels_gpt.trainers.automodel import StreamDataset
+
+    export_cache(cache, "modded-nanogpt", cache.parent / "bins")
+    load: Callable[..., Any] = partial(
+        ParallelAwareDataloader, dp_rank=0, dp_world_size=1, batch_size=B, collate_fn=default_collater
+    )
+    stream = StreamDataset(EpochStream, local_batch_size=B, shards_dir=cache / "train", T=T, seed=0)
+    own = NanogptDataset(str(cache.parent / "bins" / "train*.bin"), T)
+    compare("windows", {"NanogptDataset": load(own), "StreamDataset": load(stream)}, "NanogptDataset", rounds)
+
+
+# --- lightning --------------------------------------------------------------------------------------------------------
+
+
+def compare_lightning(cache: Path, rounds: int, batches: int = 800) -> None:
+    """Compare windows and packed rows, in fits of some batches that do not train."""
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader
+
+    from niels_gpt.trainers.lightning import StreamDataModule
+
+    class Nothing(LightningModule):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def configure_optimizers(self) -> None:
+            pass
+
+    def fit(**data: Any) -> None:
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+        Trainer(accelerator="cpu", max_epochs=1, limit_train_batches=batches, **quiet).fit(Nothing(), **data)
+
+    def opened(kind: Callable[..., Any], rank: int, world_size: int) -> Any:
+        folder = cache if kind is PackedStream else cache / "train"
+        return kind(folder, T=T, global_batch_size=B, seed=0, rank=rank, world_size=world_size)
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    loader: Any = DataLoader(memmaps(cache)[0], batch_size=B, shuffle=True)  # type: ignore[arg-type]
+    ways: Ways = {
+        "Lightning's own": lambda: fit(train_dataloaders=loader),
+        "windows": lambda: fit(datamodule=StreamDataModule(partial(opened, EpochStream))),
+        "packed rows": lambda: fit(datamodule=StreamDataModule(partial(opened, PackedStream))),
+    }
+    seconds = measured(ways, rounds, clock=time.process_time)
+    own = next(iter(ways))
+    shares = [f"{way} {ratio(seconds, way, own):.2f}" for way in ways if way != own]
+    print(f"  in fits of {batches} batches, times Lightning's own: {', '.join(shares)}", flush=True)
+
+
+CASES: dict[str, Callable[[Path, int], None]] = {
+    "grain": compare_grain,
+    "automodel": compare_automodel,
+    "lightning": compare_lightning,
+    "torchtitan": compare_torchtitan,
+}
 
 
 def main() -> None:
