@@ -134,7 +134,7 @@ def compare_grain(cache: Path, rounds: int) -> None:
 
 
 def compare_torchtitan(_: Path, rounds: int) -> None:
-    """Compare with HuggingFaceTextDataLoader, which tokenizes, or gets ids. Prints why not where the wheel is missing."""
+    """Compare with HuggingFaceTextDataLoader, which tokenizes or gets ids. Prints why not where it is missing."""
     if "NIELS_GPT_PEERS" not in os.environ:
         print("  left out: NIELS_GPT_PEERS is not set")
         return
