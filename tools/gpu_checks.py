@@ -19,6 +19,7 @@ import math
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -498,6 +500,29 @@ def check_native(run: Run) -> None:
             run.equal(f"{aux}: the copy", there, list(batch.values()))
 
 
+def check_torchtitan(run: Run) -> None:
+    """torchtitan's Trainer on a StreamDataLoader: stopped and started again, it has the rows of a run that went on."""
+    if not run.on_gpu or find_spec("torchtitan") is None:
+        why = "torchtitan is not installed" if run.on_gpu else f"its models want FlexAttention: {NO_FLEX}"
+        run.add("rows and losses after a resume", "skipped", why=why)
+        return
+    from torchtitan_texts import Texts
+
+    texts = Texts(run.folder, 300_000)
+
+    def steps(name: str, last: int) -> dict[str, Any]:
+        script, folder = Path(__file__).with_name("torchtitan_steps.py"), run.folder / name
+        command = [sys.executable, script, texts.cache / "train", texts.tokenizer, folder, str(last)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        made: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return made
+
+    whole, first, second = steps("whole", 6), steps("parts", 3), steps("parts", 6)
+    run.equal("rows of the saved steps and after", first["rows"][:2] + second["rows"], whole["rows"])
+    losses = [torch.tensor([each["losses"][str(step)] for step in range(3, 7)]) for each in (second, whole)]
+    run.near("losses after the resume", losses[0], losses[1], 1e-3)
+
+
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
@@ -685,6 +710,7 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "prefetch": check_prefetch,
     "head": check_head,
     "native": check_native,
+    "torchtitan": check_torchtitan,
     "precompute": check_precompute,
     "speed_prefetch": speed_prefetch,
     "speed_head": speed_head,

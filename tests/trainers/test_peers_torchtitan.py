@@ -33,7 +33,7 @@ from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.sampling import EpochStream, MixtureStream, PackedStream, SFTStream
 from niels_gpt.storage.errors import CacheError, StateError, StreamUseError, UsageError
 from niels_gpt.tokenizer import load_tokenizer
-from niels_gpt.trainers.torchtitan import CacheRows, StreamDataLoader, StreamSource
+from niels_gpt.trainers.torchtitan import CacheRows, SequenceSource, StreamDataLoader
 
 T = 24
 
@@ -426,7 +426,7 @@ class Policy:
 
 def source_of(sources, *, world=1, shuffle=False, **options):
     """Build a source as their SingleDatasetConfig does."""
-    config = StreamSource.Config(T=T, sources=sources, **{"seed": 5, "sequence": Sequence, **options})
+    config = SequenceSource.Config(T=T, sources=sources, **{"seed": 5, "sequence": Sequence, **options})
     return config.build(dataset_iteration_policy=Policy(shuffle=shuffle, dp_world_size=world))
 
 
