@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.storage.errors import TreeError
+from niels_gpt.storage.errors import TreeError, TreeTypeError
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,13 +57,14 @@ class PaddedRollouts:
         Args:
             columns: values by name, in any form that `fold` takes.
         """
-        input_ids, response_mask = torch.as_tensor(input_ids), torch.as_tensor(response_mask)
-        device = input_ids.device
-        forest = PrefixForest.from_padded(input_ids.cpu(), attention_mask, response_mask, uid=uid)
-        edges = LossEdges.from_forest(forest)
-        row, column = response_mask.to(device).nonzero(as_tuple=True)
-        shape = (*input_ids.shape, response_mask.shape[1])
-        batch = cls(forest.to(device), edges.to(device), {}, row, column + (shape[1] - shape[2]), shape)
+        device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
+        on_cpu = input_ids.cpu() if isinstance(input_ids, Tensor) else input_ids
+        forest = PrefixForest.from_padded(on_cpu, attention_mask, response_mask, uid=uid)
+        edges, mask = LossEdges.from_forest(forest), _tensor(response_mask, device)
+        row, column = mask.nonzero(as_tuple=True)
+        rows, length = np.shape(on_cpu)
+        shape = (rows, length, mask.shape[1])
+        batch = cls(forest.to(device), edges.to(device), {}, row, column + (length - shape[2]), shape)
         batch.columns.update({name: batch.fold(values) for name, values in (columns or {}).items()})
         return batch
 
@@ -70,12 +72,12 @@ class PaddedRollouts:
         """Return the values of the supervised tokens: [M], differentiable, with the dtype of values.
 
         Args:
-            values: a tensor [B, L]; or [B, R], for the last R columns; or [B], one for each row, such as a
-                group-normalised advantage.
+            values: a tensor, array or list [B, L]; or [B, R], for the last R columns; or [B], one for each row, such
+                as a group-normalised advantage.
 
-        Raises: TreeError (E801) for another shape.
+        Raises: TreeError (E801) for another shape; TreeTypeError (E801) for what holds no numbers.
         """
-        tensor = torch.as_tensor(values, device=self.row.device)
+        tensor = _tensor(values, self.row.device)
         rows, length, width = self.shape
         if tensor.shape == (rows,):
             return tensor[self.row]
@@ -107,3 +109,12 @@ class PaddedRollouts:
         rows, length, _ = self.shape
         tokens = f"{len(self.forest.loss_mask)} tokens in {self.forest.num_tokens}"
         return f"PaddedRollouts({rows} rows of {length} columns, {tokens}, {len(self.row)} supervised)"
+
+
+def _tensor(values: Any, device: torch.device) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.to(device)
+    try:
+        return torch.from_numpy(np.array(values)).to(device)  # a copy: it may be written, whatever its strides were
+    except (TypeError, ValueError) as error:
+        raise TreeTypeError(f"values are {values!r:.100}; expected a tensor, array or list of numbers") from error
