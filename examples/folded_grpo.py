@@ -19,9 +19,10 @@ from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
-from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, sample_logprobs
+from niels_gpt.prefix_tree.edges import edge_logprobs, sample_logprobs
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import body_forward
+from niels_gpt.prefix_tree.padded import PaddedRollouts
 
 
 class GroupedGRPOTrainer(GRPOTrainer):
@@ -75,38 +76,20 @@ class FoldedGRPOTrainer(GroupedGRPOTrainer):
             )
         if given:
             raise ValueError(f"a folded row has no {', '.join(given)}: use GRPOTrainer")
-        seen, size, found = attention_mask.bool(), batch_size or len(input_ids), []
-        for ids, mask in zip(input_ids.split(size), seen.split(size), strict=True):
-            forest = folded(ids, mask, logits_to_keep)
+        size, found = batch_size or len(input_ids), []
+        for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
+            batch = PaddedRollouts.from_padded(ids, mask, mask[:, -logits_to_keep:])
             with self.accelerator.autocast():
-                found.append(scores(model, forest, self.temperature))
-        completion = seen[:, -logits_to_keep:]
-        logps, entropies = (
-            torch.zeros(completion.shape, device=each.device, dtype=each.dtype).masked_scatter(completion, each)
-            for each in map(torch.cat, zip(*found, strict=True))
-        )
+                found.append(scores(model, batch, self.temperature))
+        logps, entropies = map(torch.cat, zip(*found, strict=True))
         return logps, entropies if compute_entropy else None, None
 
 
-def folded(ids: torch.Tensor, mask: torch.Tensor, logits_to_keep: int) -> PrefixForest:
-    """Fold [B, L] ids, prompts padded on the left and completions on the right, without their padding."""
-    prompts = mask[:, :-logits_to_keep].sum(1)
-    if not prompts.all():
-        raise ValueError("a prompt is empty: no row predicts the first token of its completions")
-    ids, mask, target = ids.cpu(), mask.cpu(), torch.arange(mask.shape[1]) >= mask.shape[1] - logits_to_keep
-    return PrefixForest.from_sequences(
-        [row[kept] for row, kept in zip(ids, mask, strict=True)],
-        loss_mask=[target[kept] for kept in mask],
-        prompt_lengths=prompts.tolist(),
-    )
-
-
-def scores(model: Any, forest: PrefixForest, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-prob and entropy at each completion token, sample after sample: [M], [M]."""
-    hidden, head = body_forward(model, forest)  # through DistributedDataParallel, FSDP and PEFT
-    edges = LossEdges.from_forest(forest).to(hidden.device)
-    both = edge_logprobs(hidden, edges, head, temperature=temperature, entropies=True)
-    return sample_logprobs(both[0], edges), sample_logprobs(both[1], edges)
+def scores(model: Any, batch: PaddedRollouts, temperature: float) -> list[torch.Tensor]:
+    """Return log-prob and entropy at each completion token, 0 at padding: [B, logits_to_keep] each."""
+    hidden, head = body_forward(model, batch.forest)  # through DistributedDataParallel, FSDP and PEFT
+    both = edge_logprobs(hidden, batch.edges, head, temperature=temperature, entropies=True)
+    return [batch.unfold(sample_logprobs(each, batch.edges)) for each in both]
 
 
 # --- the comparison: a tiny random model, trained by both -------------------------------------------------------------
@@ -226,7 +209,7 @@ def token_ratio(batches: list[dict[str, Any]]) -> float:
     before = after = 0
     for batch in batches:
         ids, mask = (torch.cat([batch[f"prompt_{of}"], batch[f"completion_{of}"]], 1) for of in ("ids", "mask"))
-        forest = folded(ids, mask.bool(), batch["completion_ids"].shape[1])
+        forest = PrefixForest.from_padded(ids, mask, batch["completion_mask"])
         before, after = before + len(forest.loss_mask), after + forest.num_tokens
     return before / after
 

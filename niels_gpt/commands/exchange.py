@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from niels_gpt.commands.console import Result, argument, command, escaped, option, progress_bar, say
-from niels_gpt.exchange.names import FORMAT_NAMES, read_line
+from niels_gpt.exchange.names import FORMAT_NAMES, MASK_NAMES, read_line
 
 if TYPE_CHECKING:
     from niels_gpt.exchange.transfer.fetch import Fetched
@@ -27,19 +27,26 @@ _NAMES = ", ".join(FORMAT_NAMES)
     "Files with the same bytes as the cache's are hard links: they take no room and are read-only.",
     kept=". The incomplete export is removed",
     examples="""niels-gpt export cache/pretrain/wikitext OUT --to megatron
-niels-gpt export cache/sft/oasst1 OUT --to hf""",
+niels-gpt export cache/sft/oasst1 OUT --to hf
+niels-gpt export cache/sft/oasst1 OUT --to hf --mask loss_mask      as SkyRL reads it""",
 )
 @_CACHE
 @argument("dest", type=_PATH, help="folder to write; must be empty or not exist")
 @option("--to", "name", **_FORMAT, help=f"the tool that will read the files: {_NAMES}")
-def export(cache: Path, dest: Path, name: str) -> Result:
+@option(
+    "--mask",
+    type=click.Choice(MASK_NAMES),
+    metavar="COLUMN",
+    help=f"for chats --to hf: 0 and 1 in this column instead of labels: {', '.join(MASK_NAMES)}",
+)
+def export(cache: Path, dest: Path, name: str, mask: str | None) -> Result:
     """Export a cache."""
     from niels_gpt.exchange.exporting import export_cache
     from niels_gpt.exchange.output import MANIFEST_NAME
     from niels_gpt.storage.meta_json import parse_object, read_regular
 
     with progress_bar(f"export {escaped(dest)}", "B", "files") as progress:
-        done = export_cache(cache, name, dest, progress=progress)
+        done = export_cache(cache, name, dest, mask=mask, progress=progress)
     line = read_line(str(dest), parse_object(read_regular(dest / MANIFEST_NAME)))
     say(f"{dest}: {done}")
     if line:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from niels_gpt.display.numbers import many, size_text
-from niels_gpt.exchange.formats import FORMATS
+from niels_gpt.exchange.formats import FORMATS, Format
 from niels_gpt.exchange.output import MANIFEST_NAME, MANIFEST_VERSION, Modes, Output, TokenCache
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
@@ -38,22 +38,28 @@ class Exported:
         return "\n".join([sizes, *(f"  note: {reason}: {count:,}" for reason, count in self.noted.items())])
 
 
-def export_cache(cache: Path, name: str, out: Path, *, progress: Progress | None = None) -> Exported:
+def export_cache(
+    cache: Path, name: str, out: Path, *, mask: str | None = None, progress: Progress | None = None
+) -> Exported:
     """Export a cache to a new folder in the format of another tool.
 
     cache: a pretrain or sft cache. name: a key of FORMATS. out: must not exist, or be an empty folder.
+    mask: one of the format's `masks`: a column of 0 and 1 of this name tells which tokens of an sft cache carry loss,
+        in place of labels. It is 0 for the first token of each row.
     progress: called with files, bytes of tokens written or linked, and bytes of tokens in all.
     A failed export leaves nothing behind, and restores the modes of the cache's files.
-    Raises: ValueError for an unknown format; FileNotFoundError; CacheError E704 if `out` is not empty, E220 if the
-        format cannot hold the cache, E203 or E205 for a token file of another size or kind; OSError.
+    Raises: ValueError for an unknown format or mask; FileNotFoundError; CacheError E704 if `out` is not empty, E220 if
+        the format cannot hold the cache, E203 or E205 for a token file of another size or kind; OSError.
     """
     if name not in FORMATS:
         raise ValueError(f"--to {name}: expected one of {', '.join(FORMATS)}")
     format, source = FORMATS[name], TokenCache(cache)
     _refuse(source, name)
+    _check_mask(source, format, mask)
     files = source.checked_files()
     with Modes().restored_on_failure() as modes, fresh_folder(out, sources=[source.folder]) as work:
         output = Output(work, source, sum(int(file.record["bytes"]) for file in files), progress, modes)
+        output.mask = mask
         format.write(source, output)
         (work / MANIFEST_NAME).write_bytes(canonical_json(_manifest(name, output)))
     by_how = Counter(str(record["made"]) for record in output.records)
@@ -72,6 +78,18 @@ def _refuse(cache: TokenCache, name: str) -> None:
         lacks = "has no place for which tokens carry loss" if cache.kind.has_loss else "cannot hold it"
         found = f"an {cache.kind.name} cache, and {name} {lacks}"
         raise CacheError(cache.path, found, remedy=f"Export it to one of: {able}", code="E220")
+
+
+def _check_mask(cache: TokenCache, format: Format, mask: str | None) -> None:
+    """Raise ValueError for a mask that the format does not have, CacheError E220 for a cache without loss bits."""
+    if mask is None:
+        return
+    if mask not in format.masks:
+        having = [f"--to {each.name} --mask {'|'.join(each.masks)}" for each in FORMATS.values() if each.masks]
+        raise ValueError(f"--to {format.name} --mask {mask}: expected {', '.join(having)}")
+    if not cache.kind.has_loss:
+        found = f"a {cache.kind.name} cache, whose rows have no mask of tokens that carry loss"
+        raise CacheError(cache.path, found, remedy="Export it without --mask", code="E220")
 
 
 def _manifest(name: str, output: Output) -> dict[str, object]:

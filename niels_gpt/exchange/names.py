@@ -17,6 +17,8 @@ READ_LINES = {
 """A line of Python that opens the first token file, by format."""
 FORMAT_NAMES = tuple(READ_LINES)
 """Values of --to and --from: the keys of `formats.FORMATS`, in their order."""
+MASK_NAMES = ("loss_mask", "label_mask", "assistant_masks", "completion_mask")
+"""Columns of 0 and 1 that tell which tokens carry loss, in rows. An import takes the first that a file has."""
 
 
 def read_line(out: str, manifest: Mapping[str, Any]) -> str:

@@ -197,6 +197,8 @@ class Output:
         self.noted: dict[str, int] = {}
         """Counts of what the format could not hold as the cache has it, by reason."""
         self.modes = modes
+        self.mask: str | None = None
+        """Name of the mask that tells which tokens carry loss, where one was asked for."""
         self._total, self._done = total, 0
 
     def place(self, name: str, file: TokenFile) -> None:

@@ -4,10 +4,12 @@ The row and its supervision:
 
     fold.py             public (the spec's): one prompt and its completions, one label per row; the collate function
     forest.py           PrefixForest: the row and its positions for any tree; ForestStats: what folding saves
-    sequences.py        which input is accepted: ids and masks as arrays, message trees as threads
+    sequences.py        which input is accepted: ids and masks as arrays, padded batches, message trees as threads
     radix.py            the radix tree of sequences and its pre-order, in integers
     edges.py            LossEdges: which row predicts which target, with which weight; log-probs and losses from logits
     fields.py           ragged fields: values per sample or token, in the order of the supervised tokens
+    padded.py           PaddedRollouts: a padded batch of verl, NeMo-RL or TRL folded, and its values put back
+    policy.py           PolicyLoss: clipped ratios with KL and entropy, as in GRPO and DAPO; value_loss: of a critic
     bins.py             groups of samples as forests under a token budget, for micro-batches and ranks
 
 What a model needs:

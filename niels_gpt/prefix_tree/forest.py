@@ -15,7 +15,7 @@ of the same row. A padding token sees only itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from niels_gpt.prefix_tree import MODEL_7B, radix
-from niels_gpt.prefix_tree.sequences import Encode, concatenated, masks, threads
+from niels_gpt.prefix_tree.sequences import Encode, concatenated, masks, threads, unpadded
 from niels_gpt.storage.errors import TreeError, TreeTypeError
 
 MAX_SAMPLE_TOKENS = 2**26
@@ -108,8 +108,8 @@ class ForestStats:
 class PrefixForest:
     """S samples as T flat tokens in N nodes. A ragged field has one value per token of each sample, sample by sample.
 
-    Make one by `from_sequences`, `from_rollout_group`, `from_node_paths`, `from_message_tree` or `joined`. The same
-    input gives the same layout. All tensors are on one device.
+    Make one by `from_sequences`, `from_rollout_group`, `from_padded`, `from_node_paths`, `from_message_tree` or
+    `joined`. The same input gives the same layout. All tensors are on one device.
     """
 
     input_ids: Tensor  # int64 [T]
@@ -183,6 +183,37 @@ class PrefixForest:
         layout = radix.radix_layout(pieces, offsets, prompt)
         offsets = offsets + prompt * np.arange(-1, len(runs))
         return cls._laid_out(layout, pieces, offsets, loss_mask, np.full(len(runs), prompt))
+
+    @classmethod
+    def from_padded(
+        cls, input_ids: Any, attention_mask: Any, response_mask: Any, *, uid: Iterable[Hashable] | Tensor | None = None
+    ) -> PrefixForest:
+        """Fold a padded batch: sample b is row b without its padding.
+
+        `PaddedRollouts` of niels_gpt.prefix_tree.padded takes the same arguments, and brings values per token along and
+        back.
+
+        Args:
+            input_ids: integers [B, L], padded on the left, on the right, or on both sides.
+            attention_mask: 0 and 1 [B, L], one run of 1 in each row; or the lengths [B] of rows that are padded on the
+                right only.
+            response_mask: 0 and 1, which tokens are targets: [B, L], or [B, R] for the last R columns. It may have
+                zeros inside a response, such as at the output of tools.
+            uid: [B], the group of each row, such as numbers or texts. Rows of two groups share no token, equal or not.
+                Default: rows share what is equal.
+
+        The layout is made on the CPU; the forest is on the device of input_ids.
+
+        Raises:
+            TreeError (E801): there is no row, a shape does not fit, a mask has values other than 0 and 1, an id is out
+                of range, a row has no token or padding between its tokens, or a target is padding or the first token
+                of its row.
+            TreeTypeError (E801): the ids are no integers.
+        """
+        batch = unpadded(input_ids, attention_mask, response_mask)
+        layout = radix.radix_layout(batch.ids, batch.offsets, groups=_groups(uid, len(batch.prompts)))
+        forest = cls._laid_out(layout, batch.ids, batch.offsets, batch.targets, batch.prompts)
+        return forest.to(input_ids.device) if isinstance(input_ids, Tensor) and not input_ids.is_cpu else forest
 
     @classmethod
     def from_node_paths(
@@ -405,6 +436,19 @@ class PrefixForest:
         wanted[self.sample_offsets[:-1]] = False  # no row predicts the first token of a sample
         used = self.rows_above[self.sample_rows[wanted]]
         return len(used), int(torch.zeros_like(self.input_ids, dtype=torch.bool).index_fill_(0, used, True).sum())
+
+
+def _groups(uid: Any, rows: int) -> list[list[int]] | None:
+    """Return the rows of each group, groups in the order of their first rows; None without groups."""
+    if uid is None:
+        return None
+    keys = uid.tolist() if hasattr(uid, "tolist") else list(uid)
+    if len(keys) != rows:
+        raise TreeError(f"uid has {len(keys)} values; expected one for each of {rows} rows")
+    groups: dict[Hashable, list[int]] = {}
+    for row, key in enumerate(keys):
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
 
 
 def _prompt_lengths(values: Iterable[int], lengths: radix.Ints) -> radix.Ints:

@@ -40,10 +40,12 @@ class Layout(NamedTuple):
     ends: Ints  # [S]
 
 
-def radix_layout(ids: Ints, offsets: Ints, shared: int = 0) -> Layout:
+def radix_layout(ids: Ints, offsets: Ints, shared: int = 0, groups: Sequence[list[int]] | None = None) -> Layout:
     """Return the radix tree of the sequences ids[offsets[i]:offsets[i + 1]], none of them empty, ids below 2**32.
 
     shared: ids[:shared] begin every sequence; offsets[0] is `shared`, so that they stand once, before the first.
+    groups: numbers of sequences, rising in each group, each number once. Only sequences of one group share tokens.
+        Default: all are one group. Not together with `shared`.
 
     A node is split at the first mismatch, so siblings differ in their first token. Siblings are in the order of the
     sequences that created them. A sequence that ends inside a node splits it too: a sample ends where a node ends.
@@ -53,7 +55,7 @@ def radix_layout(ids: Ints, offsets: Ints, shared: int = 0) -> Layout:
     nodes, ends = _Nodes(), [0] * (len(bounds) - 1)
     # Sequences that have the same tokens up to a depth, in their order, and the node above. They are split where they
     # leave the first of them, so only tokens of neighbours are compared, however many sequences there are.
-    waiting: list[tuple[list[int], int, int]] = [(list(range(len(ends))), 0, -1)]
+    waiting: list[tuple[list[int], int, int]] = [(g, 0, -1) for g in reversed(groups or [list(range(len(ends)))])]
     done = -shared  # tokens of the first sequence, from that depth, that are in nodes
     while waiting:
         samples, depth, parent = waiting.pop()

@@ -52,13 +52,17 @@ def concatenated(
     else:
         ids = np.concatenate([_of_one(sequence, name, index) for index, sequence in enumerate(sequences)])
     offsets = np.fromiter(accumulate(lengths, initial=0), dtype=np.int64, count=len(lengths) + 1)
+    _check_range(ids, offsets, name)
+    return ids, offsets
+
+
+def _check_range(ids: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], name: Callable[[int], str]) -> None:
     if len(ids) and ids.view(np.uint64).max() > MAX_ID:  # an id below 0 is a large one there
         place = int(np.argmax((ids < 0) | (ids > MAX_ID)))
         index = int(np.searchsorted(offsets, place, side="right")) - 1
         raise TreeError(
             f"{name(index)} has the id {ids[place]} at {place - offsets[index]}; expected ids from 0 to {MAX_ID}"
         )
-    return ids, offsets
 
 
 def _length(sequence: Any, name: str) -> int:
@@ -122,6 +126,72 @@ def masks(loss_mask: Iterable[Any] | None, offsets: npt.NDArray[np.int64]) -> np
                 "give labels != -100"
             )
     return np.concatenate(arrays).astype(np.bool_, copy=False)
+
+
+class Unpadded(NamedTuple):
+    """The tokens of a padded batch [B, L] without its padding, row after row."""
+
+    ids: npt.NDArray[np.int64]  # [sum of lengths]
+    offsets: npt.NDArray[np.int64]  # [B + 1], where a row begins in ids
+    targets: npt.NDArray[np.bool_]  # [sum of lengths]
+    prompts: npt.NDArray[np.int64]  # [B], tokens before the columns of responses; -1 where these are all columns
+
+
+def unpadded(input_ids: Any, attention_mask: Any, response_mask: Any) -> Unpadded:
+    """Return a padded batch without its padding, on the CPU. `PrefixForest.from_padded` describes the arguments.
+
+    Raises:
+        TreeError (E801): there is no row, a shape does not fit, a mask has values other than 0 and 1, a row has no
+            token or padding between its tokens, or a target is padding or the first token of its row.
+        TreeTypeError (E801): the ids are no integers.
+    """
+    ids = _array(input_ids)
+    if ids.ndim != 2 or not ids.size:
+        raise TreeError(f"input_ids has shape {list(ids.shape)}; expected [B, L], at least one row of one token")
+    if ids.dtype.kind not in "iu":
+        raise TreeTypeError(f"input_ids is {ids.dtype}; expected integers")
+    rows, columns = ids.shape
+    seen = _array(attention_mask)
+    if seen.ndim == 1 and seen.dtype.kind in "iu":  # lengths
+        if (wrong := (seen < 0) | (seen > columns)).any():
+            raise TreeError(f"the length of row {wrong.argmax()} is {seen[wrong][0]}; expected 1 to {columns}")
+        seen = np.arange(columns) < seen[:, None]
+    seen, targets = _bits(seen, "attention_mask", rows), _bits(_array(response_mask), "response_mask", rows)
+    width = targets.shape[1]
+    if seen.shape != ids.shape or width > columns:
+        raise TreeError(
+            f"input_ids is [{rows}, {columns}], attention_mask {list(seen.shape)}, response_mask "
+            f"{list(targets.shape)}; expected [B, L], [B, L], and [B, R] with R of at most L"
+        )
+    lengths, firsts = seen.sum(1), seen.argmax(1)
+    _refuse(lengths == 0, "has no token: cut rows off that are padding only")
+    ends = columns - seen[:, ::-1].argmax(1)
+    _refuse(ends - firsts != lengths, "has padding between its tokens: attention_mask must be one run of 1")
+    _refuse(np.any(targets & ~seen[:, columns - width :], axis=1), "has a target that is padding")
+    starts = firsts - (columns - width)
+    at_start = (starts >= 0) & targets[np.arange(rows), starts.clip(0)]
+    _refuse(at_start, "begins with a target, which no token predicts: its prompt is empty")
+    whole = np.zeros_like(seen)
+    whole[:, columns - width :] = targets
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    flat = ids[seen].astype(np.int64, copy=False)
+    _check_range(flat, offsets, "row {}".format)
+    prompts = seen[:, : columns - width].sum(1) if width < columns else np.full(rows, -1)
+    return Unpadded(flat, offsets, whole[seen], prompts)
+
+
+def _bits(mask: npt.NDArray[Any], name: str, rows: int) -> npt.NDArray[np.bool_]:
+    if mask.ndim != 2 or len(mask) != rows:
+        raise TreeError(f"{name} has shape {list(mask.shape)}; expected {rows} rows, as input_ids")
+    bits = mask.astype(np.bool_, copy=False)
+    if mask.dtype != np.bool_ and not np.array_equal(bits, mask):
+        raise TreeError(f"{name} has values other than 0 and 1")
+    return bits
+
+
+def _refuse(wrong: Any, what: str) -> None:
+    if wrong.any():
+        raise TreeError(f"row {int(wrong.argmax())} {what}")
 
 
 class Thread(NamedTuple):

@@ -316,6 +316,17 @@ class Stream(IterableDataset[B], Generic[B]):
             yield made.pop()  # no reference stays here: the caller decides how many batches there are
         self._has_ended = info is None and self._iterator is this
 
+    def part(self, worker: int = 0, workers: int = 1) -> Iterator[B]:
+        """Yield batches worker, worker + workers, ... of this rank, counted from the position, which stays.
+
+        For a trainer with worker processes of its own, each with a copy of the stream. In turns they give what
+        iterating the stream gives. `batch.state` is right where all workers are taken in turns.
+        """
+        identity = self.identity()
+        crc, copy = identity_crc(identity), copier(identity)
+        for work, consumed, _ in self._work(self._consumed, worker, workers):
+            yield self._batch(work, sealed(copy(), crc, self._progress(consumed)))
+
     def _check_may_start(self, worker: int | None) -> None:
         """Raise RuntimeError if a new iterator would repeat batches, or yield none. worker: its number, in a worker."""
         self.check_not_ahead()

@@ -15,6 +15,7 @@ from support.foreign import read_folder, small_limits, tokens_of
 
 from niels_gpt.cache.sft_dataset import SFTExampleDataset
 from niels_gpt.exchange.exporting import export_cache
+from niels_gpt.exchange.names import MASK_NAMES
 from niels_gpt.storage.errors import CacheError
 
 ROWS = {"input_ids": [[5, 6, 7], [8], [9, 10]], "labels": [[-100, 6, 7], [-100], [-100, 10]]}
@@ -83,6 +84,35 @@ def test_labels_are_the_targets_of_the_reader(build, tmp_path):
         assert labels[ids] == [-100, *masked[row, : len(ids) - 1].tolist()]
     (file,) = (file for file in read_folder(tmp_path / "out", "hf").files if file.split == "train")
     assert sum(loss_of(file)) == meta["supervised_tokens"]["train"]
+
+
+@pytest.mark.parametrize("mask", MASK_NAMES)
+def test_mask_in_place_of_labels(mask, tmp_path):
+    """The first token of a row carries no loss, since nothing predicts it."""
+    small_builds.sft(tmp_path / "cache")
+    cache = tokens_of(tmp_path / "cache")
+    export_cache(cache.path, "hf", tmp_path / "out", mask=mask)
+    for split, name in (("train", "train"), ("val", "validation")):
+        wanted = np.concatenate([part for file in cache.files(split) for part in file.loss()])
+        rows = rows_of(tmp_path / "out", name, tmp_path)
+        assert rows.column_names == ["id", "input_ids", mask]
+        assert {row[0] for row in rows[mask]} == {0}
+        assert [len(row) for row in rows[mask]] == np.diff(cache.bounds(split)).tolist()
+        assert np.concatenate(rows[mask]).tolist() == wanted.tolist()
+        again = [loss_of(file) for file in read_folder(tmp_path / "out", "hf").files if file.split == split]
+        assert np.concatenate(again).tolist() == wanted.tolist()
+
+
+def test_masks_are_refused_where_there_are_none(tmp_path):
+    small_builds.sft(tmp_path / "chats")
+    small_builds.pretrain(tmp_path / "text")
+    with pytest.raises(ValueError, match="--to hf"):
+        export_cache(tmp_path / "chats", "olmo", tmp_path / "out", mask="loss_mask")
+    with pytest.raises(ValueError, match="loss_mask"):
+        export_cache(tmp_path / "chats", "hf", tmp_path / "out", mask="labels")
+    with refused("E220", tmp_path / "text", "pretrain"):
+        export_cache(tmp_path / "text", "hf", tmp_path / "out", mask="loss_mask")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_datasets_saves_is_read(tmp_path):

@@ -48,6 +48,7 @@ def test_every_flag_named_in_a_document_exists():
                 "--select",
                 "--config-json",
                 "--config-settings",
+                "--dataloader",
             }:  # of other tools
                 assert flag.replace("_", "-") in known or flag in written, f"{document.name}: {flag}"
 

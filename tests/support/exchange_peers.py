@@ -1,4 +1,4 @@
-"""Megatron-LM, litdata, datatrove, OLMo-core and `datasets`: each in a process that reads and writes by its own code.
+"""Megatron-LM, litdata, datatrove, OLMo-core, SkyRL and `datasets`: each in a process that runs its own code.
 
 As a module: `library(name)` starts this file as a script with the installed package on the path, or skips the test. As
 that script it serves the functions below: `read_*` return what the library's public reader gives of a folder, `write_*`
@@ -20,6 +20,7 @@ FOLDERS = {
     "datatrove": "datatrove-0.10.1",
     "olmo": "ai2-olmo-core-3.0.0",
     "hf": None,
+    "skyrl": "skyrl-0.4.0",
 }
 """Of each format's library the folder below the one that NIELS_GPT_PEERS names; None: installed with the project."""
 
@@ -183,6 +184,23 @@ def write_hf(folder, name, documents, labels, dtype):
     types = {"input_ids": dtype, "labels": "int64"}
     features = datasets.Features({column: datasets.List(datasets.Value(types[column])) for column in columns})
     datasets.Dataset.from_dict(columns, features=features).to_parquet(Path(folder) / name)
+
+
+def read_skyrl(folder, max_length):
+    """Return the rows that SkyRL's SFT trainer would collate: ids, and the whole mask, one window of which it keeps.
+
+    Its packages import Ray and vLLM, the loader does not: packages without content stand in their place.
+    """
+    from importlib import import_module
+    from types import ModuleType
+
+    for name in ("skyrl", "skyrl.train", "skyrl.train.dataset"):
+        package = sys.modules[name] = ModuleType(name)
+        package.__path__ = [str(Path(sys.argv[1], *name.split(".")))]
+    data = import_module("skyrl.train.dataset.pretokenized").load_from_pretokenized(folder, max_length)
+    rows = [data[number] for number in range(len(data))]
+    assert all(set(row) == {"id", "input_ids", "attention_mask", "num_actions", "loss_mask"} for row in rows)
+    return [(row["input_ids"], [0] * (len(row["input_ids"]) - row["num_actions"]) + row["loss_mask"]) for row in rows]
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ def main(folder, caches, workers):
     found = sorted((Path(folder) / "kept").glob("*.ckpt"), key=lambda path: int(path.stem.split("step=")[1]))
     data = StreamDataModule(opened, num_workers=int(workers))
     trainer.fit(Tiny(on_batch), datamodule=data, ckpt_path=found[-1] if found else None)
+    log.file.close()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ def test_killed_run_goes_on_with_other_ranks_and_workers(caches, tmp_path):
     def run(name, workers, **others):
         trainer_runs.run(lightning_run.__file__, tmp_path / name, caches, workers, **others)
 
-    run("whole", 0)
+    (tmp_path / "whole").mkdir()
+    lightning_run.main(tmp_path / "whole", caches, 0)
     run("killed", 1, ranks=2, kill_at=trainer_runs.KILLED_AT)
     run("killed", 2, kill_at=29)
     run("killed", 0, ranks=2)

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from niels_gpt.exchange.foreign import ForeignFolder
 from niels_gpt.exchange.formats import datatrove, hf, litdata, megatron, modded_nanogpt, nanogpt, olmo
+from niels_gpt.exchange.names import MASK_NAMES
 from niels_gpt.exchange.output import Output, TokenCache
 
 
@@ -46,6 +47,8 @@ class Format:
     """Writes a cache. Raises: CacheError E220 if the format cannot hold it."""
     read: Read
     """Looks into a folder or file."""
+    masks: tuple[str, ...] = ()
+    """Names that a mask of the tokens that carry loss may have."""
 
 
 _ALL = (
@@ -54,7 +57,7 @@ _ALL = (
     Format("megatron", "pairs of .bin and .idx of Megatron-LM", megatron.write, megatron.read),
     Format("datatrove", ".ds files with .ds.index and .ds.loss", datatrove.write, datatrove.read),
     Format("olmo", ".npy and .csv.gz files of OLMo-core, with label masks", olmo.write, olmo.read),
-    Format("hf", "parquet files of datasets: input_ids, labels, position_ids", hf.write, hf.read),
+    Format("hf", "parquet files of datasets: input_ids, labels, position_ids", hf.write, hf.read, MASK_NAMES),
     Format("litdata", "chunks of litdata for its TokensLoader, a folder a split", litdata.write, litdata.read),
 )
 FORMATS = {each.name: each for each in _ALL}

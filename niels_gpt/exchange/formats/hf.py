@@ -6,6 +6,8 @@ A row is a whole document of a pretrain cache, or an example of an sft cache. It
     labels        list of int32, only of an sft cache: the id where a token carries loss, else -100; trainers
                   shift them. A pretrain cache has none: trainers copy its input_ids
     position_ids  list of int32: 0, 1, ... in each row
+With a mask an sft cache has neither of these two, but a column of its name: list of int8, 1 where a token carries loss.
+It is 0 for the first token of each row, as in every sft cache: nothing predicts that token.
 Of a rollout cache a row is a sample, with the columns that `build --rollouts` reads: group, ids, prompt_length, mask,
 and the fields that the cache has: logprobs, advantages or advantage, reward.
 A row group has about 2**20 tokens, and a file the documents that begin in one shard. zstd, as datasets writes.
@@ -13,7 +15,7 @@ A row group has about 2**20 tokens, and a file the documents that begin in one s
 
 An import reads rows of parquet and arrow files with `input_ids`. A row is a document, or with labels or a mask an
 example. Tokens whose attention_mask is 0 are padding and left out; rows without tokens too. Both are counted. Which
-tokens carry loss is said by `labels` (-100: none; else the token's own id), or by the first of MASKS that a file has.
+tokens carry loss is said by `labels` (-100: none; else the token's own id), or by the first of MASK_NAMES in a file.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.documents import id_lines
 from niels_gpt.cache.formats import IGNORE_INDEX, SPLITS
 from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder, names_below, read_manifest, split_of
+from niels_gpt.exchange.names import MASK_NAMES
 from niels_gpt.exchange.output import Output, TokenCache, TokenFile
 from niels_gpt.storage.arrow_messages import messages
 from niels_gpt.storage.errors import CacheError
@@ -45,7 +48,6 @@ if TYPE_CHECKING:
 
 SPLIT_NAMES = {"train": "train", "val": "validation"}
 _GROUP_TOKENS = 1 << 20
-MASKS = ("loss_mask", "label_mask", "assistant_masks", "completion_mask")
 _ROWS, _BATCH_VALUES, _READ_BYTES = 512, 1 << 20, 1 << 18
 _BATCH_BYTES = 1 << 28
 """Most bytes of the names in a batch: a file may repeat one long name."""
@@ -76,7 +78,7 @@ def write(cache: TokenCache, output: Output) -> None:
                 output.write(f"data/{name}-00000-of-00001.parquet", _parquet(batches))
         return
     for split, name in SPLIT_NAMES.items():
-        rows = _Documents(cache, split)
+        rows = _Documents(cache, split, output.mask)
         parts: list[tuple[list[TokenFile], int, int]] = []
         for file in cache.files(split):
             first, end = rows.beginning_in(file)
@@ -115,7 +117,8 @@ def _row_batches(rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
 class _Documents:
     """Documents of a split as rows, read once from first to last."""
 
-    def __init__(self, cache: TokenCache, split: str) -> None:
+    def __init__(self, cache: TokenCache, split: str, mask: str | None) -> None:
+        self._mask = mask
         self._files, self._bounds = cache.files(split), cache.bounds(split)
         self._where = cache.path
         self._ids = id_lines(cache.folder, cache.meta, split) if split in cache.meta.get("ids", {}) else None
@@ -149,8 +152,13 @@ class _Documents:
             columns["id"] = pa.array([id_of_line(next(self._ids)) for _ in starts[1:]], pa.string())
         columns["input_ids"] = _lists(offsets, ids)
         if self._loss is not None:
-            columns["labels"] = _lists(offsets, np.where(self._take(len(ids)), ids, IGNORE_INDEX))
-        columns["position_ids"] = _lists(offsets, positions)
+            loss = self._take(len(ids))
+            if self._mask is None:
+                columns["labels"] = _lists(offsets, np.where(loss, ids, IGNORE_INDEX))
+            else:
+                columns[self._mask] = _lists(offsets, loss, np.int8)
+        if self._mask is None:
+            columns["position_ids"] = _lists(offsets, positions)
         return pa.record_batch(columns)
 
     def _tokens(self, begin: int, end: int) -> NDArray[np.int32]:
@@ -172,10 +180,10 @@ class _Documents:
         return whole[:count]
 
 
-def _lists(offsets: NDArray[np.int32], values: NDArray[Any]) -> pa.Array:
+def _lists(offsets: NDArray[np.int32], values: NDArray[Any], dtype: type[np.signedinteger[Any]] = np.int32) -> pa.Array:
     import pyarrow as pa
 
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(np.int32, copy=False)))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(dtype, copy=False)))
 
 
 class _Sink(io.RawIOBase):
@@ -349,7 +357,7 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 def _read_of(names: list[str]) -> list[str]:
     """Return the columns to read: of the columns that tell which tokens carry loss, only the first."""
-    loss = [name for name in ("labels", *MASKS) if name in names]
+    loss = [name for name in ("labels", *MASK_NAMES) if name in names]
     return [name for name in names if name in ("id", "input_ids", "attention_mask", *loss[:1])]
 
 
@@ -417,7 +425,7 @@ def _converted(path: Path, batch: pa.RecordBatch, first: int) -> _Rows:
 def _supervised(
     path: Path, batch: pa.RecordBatch, ids: NDArray[Any], lengths: NDArray[np.int64], first: int
 ) -> NDArray[np.bool_] | None:
-    name = next((name for name in ("labels", *MASKS) if name in batch.schema.names), None)
+    name = next((name for name in ("labels", *MASK_NAMES) if name in batch.schema.names), None)
     if name is None:
         return None
     values = _of_equal_lengths(path, batch, name, lengths, first)
