@@ -64,6 +64,7 @@ class Numbered:
         self.check(args)
         self.length = self._length(0, args)
         self._ahead: _Ahead | None = None
+        self._last: int | None = None  # the first sample of the batch before
 
     def check(self, args: TrainingArguments) -> None:
         """Raise UsageError for settings with which Trainer would repeat, drop or reorder rows."""
@@ -140,19 +141,25 @@ class Numbered:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return consecutive samples. Raises: StreamUseError for others: a sampler shuffled or repeated them."""
+        return self._located(indices).read(indices[0] + self.shift, len(indices))
+
+    def singly(self, indices: Sequence[int]) -> list[Batch]:
+        """Return consecutive samples, each as a batch. Raises: as `batch`."""
+        located = self._located(indices)
+        return [located.read(index + self.shift, 1) for index in indices]
+
+    def _located(self, indices: Sequence[int]) -> _Ahead:
         first, count = indices[0] + self.shift, len(indices)
         if list(indices) != list(range(indices[0], indices[0] + count)):
             raise StreamUseError(
                 f"the batch of rows {list(indices)[:4]}...: not consecutive, so a sampler has drawn them, and the "
                 'stream has its own order. Pass train_sampling_strategy="sequential"'
             )
-        ahead = self._ahead
-        if ahead is None or not ahead.has(first, count):
-            stride = first - ahead.first if ahead is not None and first > ahead.first else count
-            end = self.stream.num_samples
-            self._ahead = ahead = _Ahead(self.stream, first, count, stride, end)
-        batch: Batch = ahead.read(first)
-        return batch
+        stride = max(first - self._last, count) if self._last is not None else count
+        self._last, ahead = first, self._ahead
+        if ahead is None or ahead.stride != stride or not ahead.has(first, count):
+            self._ahead = ahead = _Ahead(self.stream, first, count, stride)
+        return ahead
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ahead": None}
@@ -184,23 +191,24 @@ class _Ahead:
     So the rows that are read ahead are of this process too, where the rows between are of others.
     """
 
-    def __init__(self, stream: Stream[Any], first: int, count: int, stride: int, end: int | None) -> None:
-        batches = max(1, _LOCATED // count)
+    def __init__(self, stream: Stream[Any], first: int, count: int, stride: int) -> None:
+        batches, end = max(1, _LOCATED // count), stream.num_samples
         if end is not None:
             batches = max(1, min(batches, (end - first - count) // stride + 1))
-        self.first, self._count, self._stride, self._batches = first, count, stride, batches
+        self._first, self._count, self.stride, self._batches = first, count, stride, batches
         numbers = first + stride * np.arange(batches)[:, None] + np.arange(count)
         self._located: Located = stream.samples.locate(numbers.reshape(-1))
 
     def has(self, first: int, count: int) -> bool:
         """Return whether these samples are a batch of this."""
-        batch, rest = divmod(first - self.first, self._stride)
+        batch, rest = divmod(first - self._first, self.stride)
         return rest == 0 and 0 <= batch < self._batches and count == self._count
 
-    def read(self, first: int) -> Any:
-        """Return the batch that begins with this sample."""
-        batch = (first - self.first) // self._stride
-        return self._located.read(batch * self._count, self._count, "cpu").batch({})
+    def read(self, first: int, count: int) -> Batch:
+        """Return some rows of one of these batches. first: a sample."""
+        batch, row = divmod(first - self._first, self.stride)
+        read: Batch = self._located.read(batch * self._count + row, count, "cpu").batch({})
+        return read
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -222,8 +230,13 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
         """Return consecutive rows: a DataLoader asks for a batch of them. Raises: StreamUseError for others."""
-        inputs = self.numbered.batch(indices).for_transformers(dtype=self.dtype)
-        return [{name: tensor[row] for name, tensor in inputs.items()} for row in range(len(indices))]
+        batch = self.numbered.batch(indices)
+        if batch.cu_seqlens is None:
+            inputs = batch.for_transformers()
+            return [{name: tensor[row] for name, tensor in inputs.items()} for row in range(len(indices))]
+        # A mask of one row is small enough that its memory is used again; the collator copies it into a large one.
+        alone = (each.for_transformers(dtype=self.dtype) for each in self.numbered.singly(indices))
+        return [{name: tensor[0] for name, tensor in inputs.items()} for inputs in alone]
 
 
 class Position(TrainerCallback):
