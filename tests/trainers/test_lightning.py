@@ -164,6 +164,19 @@ def test_validation_of_each_rank(caches):
     assert sum(sizes) == 2 * 181
 
 
+@pytest.mark.filterwarnings("ignore:You have overridden")  # it would leave out the model's
+def test_hook_of_the_model_is_called_too(caches):
+    seen = []
+
+    class Hooked(Tiny):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            seen.append(batch.state["consumed_samples"])
+            return batch
+
+    fit(StreamDataModule(opener(caches)), model=Hooked, max_steps=3)
+    assert seen == [4, 8, 12]
+
+
 def test_wrong_uses_are_refused(caches):
     class OfIterator(Tiny):
         def training_step(self, dataloader_iter):
