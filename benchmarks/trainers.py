@@ -5,6 +5,13 @@ Run: python benchmarks/trainers.py [--only grain] [--tokens 8000000] [--rounds 7
     grain   StreamDataset, and rows of StreamSource in Grain's `.batch`. Beside it Grain's own way: for windows a source
             over a memmap with `.shuffle`, for packed rows documents of that memmap, shuffled, in its first-fit packing;
             and the stream itself
+    torchtitan  StreamDataLoader. Beside it HuggingFaceTextDataLoader over the same documents and the same tokenizer,
+            which encodes, or gives ids that are there; and the stream. NIELS_GPT_PEERS names the packages' folder, see
+            .ci/run
+    automodel  StreamDataset, and beside it NanogptDataset, both in NeMo Automodel's ParallelAwareDataloader with its
+            default_collater. NIELS_GPT_PEERS names the folder of its wheel, as .ci/run unpacks it
+    lightning  StreamDataModule in a Trainer whose step does nothing. Beside it the same Trainer with a DataLoader over
+            windows of a memmap, shuffled
     transformers   batches of Trainer's get_train_dataloader(). Beside them the same rows from a dataset of `datasets`
             on disk, as tensors, shuffled by Trainer's sampler; for packed rows its collator makes the masks, too
     trl     the same of SFTTrainer with padding_free=True, for packed rows, which `datasets` gives as numpy arrays
@@ -16,6 +23,9 @@ ratios. Seconds are CPU time of this process with all of its threads.
 from __future__ import annotations
 
 import argparse
+import logging
+import os
+import sys
 import tempfile
 import time
 import warnings
@@ -31,6 +41,7 @@ from loader_caches import Letters
 from loader_streams import texts
 from measuring import Ways, measured, ratio
 from numpy.typing import NDArray
+from torchtitan_texts import Texts
 
 from niels_gpt.cache import build_pretrain_cache
 from niels_gpt.sampling import EpochStream, PackedStream, block_causal_mask
@@ -120,6 +131,119 @@ def compare_grain(cache: Path, rounds: int) -> None:
             ways = {"Grain's own": grains, "StreamSource": rows(made())}
             ways |= {"StreamDataset": StreamDataset(made()), "the stream": made()}
             compare(f"{kind}, {threads} threads", ways, "Grain's own", rounds)
+
+
+# --- torchtitan -------------------------------------------------------------------------------------------------------
+
+
+def compare_torchtitan(_: Path, rounds: int) -> None:
+    """Compare with HuggingFaceTextDataLoader, which tokenizes or gets ids. Prints why not where it is missing."""
+    if "NIELS_GPT_PEERS" not in os.environ:
+        print("  left out: NIELS_GPT_PEERS is not set")
+        return
+    sys.path.append(str(Path(os.environ["NIELS_GPT_PEERS"]) / "torchtitan-0.3.0"))
+    from datasets import Dataset
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+    from torchtitan.hf_datasets import DatasetConfig
+    from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+
+    from niels_gpt.trainers.torchtitan import CacheRows, StreamDataLoader
+
+    class Made(HuggingFaceTokenizer):  # type: ignore[misc]
+        """Gives the ids that a row has."""
+
+        def encode(self, ids: list[int], **_: Any) -> list[int]:
+            return ids
+
+    with tempfile.TemporaryDirectory() as folder:
+        texts = Texts(Path(folder), 2_000_000)
+        tokenizer, made = (of(tokenizer_path=str(texts.tokenizer)) for of in (HuggingFaceTokenizer, Made))
+        rows = [{"text": text, "ids": tokenizer.encode(text, add_bos=True, add_eos=True)} for text in texts.documents]
+        data = Dataset.from_list(rows)
+        for name in ("text", "ids"):
+            DATASETS[name] = DatasetConfig("", lambda _: data, lambda sample, name=name: sample[name])
+
+        def loader(config: Any, of: Any = tokenizer) -> Iterable[Any]:
+            sizes = {"dp_world_size": 1, "dp_rank": 0, "seq_len": T, "local_batch_size": B}
+            batches: Iterable[Any] = config.build(tokenizer=of, snapshot_every_n_steps=None, **sizes)
+            return batches
+
+        def ours(**rows: Any) -> Iterable[Any]:
+            return loader(StreamDataLoader.Config(sources=[CacheRows(cache=str(texts.cache / "train"), **rows)]))
+
+        kinds = {"packed rows": ours(rows="packed"), "windows of documents": ours(rows="documents")}
+        for own, config, of in (
+            ("its loader, which tokenizes", HuggingFaceTextDataLoader.Config(dataset="text"), tokenizer),
+            ("its loader, of ids that are there", HuggingFaceTextDataLoader.Config(dataset="ids"), made),
+        ):
+            compare("StreamDataLoader", {own: loader(config, of), **kinds}, own, rounds, batches=30)
+        stream = EpochStream(texts.cache / "train", T=T, global_batch_size=B, seed=0)
+        compare("StreamDataLoader", {"the stream": stream, "windows": ours()}, "the stream", rounds)
+
+
+# --- automodel --------------------------------------------------------------------------------------------------------
+
+
+def compare_automodel(cache: Path, rounds: int) -> None:
+    """Compare windows. Prints why not where the wheel is missing."""
+    if "NIELS_GPT_PEERS" not in os.environ:
+        print("  left out: NIELS_GPT_PEERS is not set")
+        return
+    sys.path.insert(0, str(Path(os.environ["NIELS_GPT_PEERS"], "0.7.0")))
+    from nemo_automodel.components.datasets.llm.nanogpt_dataset import NanogptDataset
+    from nemo_automodel.components.datasets.loader import ParallelAwareDataloader
+    from nemo_automodel.components.datasets.utils import default_collater
+
+    from niels_gpt.exchange.exporting import export_cache
+    from niels_gpt.trainers.automodel import StreamDataset
+
+    export_cache(cache, "modded-nanogpt", cache.parent / "bins")
+    load: Callable[..., Any] = partial(
+        ParallelAwareDataloader, dp_rank=0, dp_world_size=1, batch_size=B, collate_fn=default_collater
+    )
+    stream = StreamDataset(EpochStream, local_batch_size=B, shards_dir=cache / "train", T=T, seed=0)
+    own = NanogptDataset(str(cache.parent / "bins" / "train*.bin"), T)
+    compare("windows", {"NanogptDataset": load(own), "StreamDataset": load(stream)}, "NanogptDataset", rounds)
+
+
+# --- lightning --------------------------------------------------------------------------------------------------------
+
+
+def compare_lightning(cache: Path, rounds: int, batches: int = 800) -> None:
+    """Compare windows and packed rows, in fits of some batches that do not train."""
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader
+
+    from niels_gpt.trainers.lightning import StreamDataModule
+
+    class Nothing(LightningModule):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def configure_optimizers(self) -> None:
+            pass
+
+    def fit(**data: Any) -> None:
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+        Trainer(accelerator="cpu", max_epochs=1, limit_train_batches=batches, **quiet).fit(Nothing(), **data)
+
+    def opened(kind: Callable[..., Any], rank: int, world_size: int) -> Any:
+        folder = cache if kind is PackedStream else cache / "train"
+        return kind(folder, T=T, global_batch_size=B, seed=0, rank=rank, world_size=world_size)
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    loader: Any = DataLoader(memmaps(cache)[0], batch_size=B, shuffle=True)  # type: ignore[arg-type]
+    ways: Ways = {
+        "Lightning's own": lambda: fit(train_dataloaders=loader),
+        "windows": lambda: fit(datamodule=StreamDataModule(partial(opened, EpochStream))),
+        "packed rows": lambda: fit(datamodule=StreamDataModule(partial(opened, PackedStream))),
+    }
+    seconds = measured(ways, rounds, clock=time.process_time)
+    own = next(iter(ways))
+    shares = [f"{way} {ratio(seconds, way, own):.2f}" for way in ways if way != own]
+    print(f"  in fits of {batches} batches, times Lightning's own: {', '.join(shares)}", flush=True)
 
 
 # --- transformers' Trainer and TRL's SFTTrainer -----------------------------------------------------------------------
@@ -218,6 +342,9 @@ def compare_trl(cache: Path, rounds: int) -> None:
 
 CASES: dict[str, Callable[[Path, int], None]] = {
     "grain": compare_grain,
+    "automodel": compare_automodel,
+    "lightning": compare_lightning,
+    "torchtitan": compare_torchtitan,
     "transformers": compare_transformers,
     "trl": compare_trl,
 }

@@ -19,6 +19,7 @@ import math
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,8 @@ from niels_gpt.prefix_tree.attention import Backend, block_mask, dense_mask, mod
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, folded_cross_entropy, sample_logprobs
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import body_forward, logits_head
+from niels_gpt.prefix_tree.padded import PaddedRollouts
+from niels_gpt.prefix_tree.policy import PolicyLoss
 from niels_gpt.prefix_tree.tree_rows import tree_row
 from niels_gpt.sampling import EpochStream, prefetch
 from niels_gpt.sampling.packing.masks import block_causal_mask
@@ -294,6 +298,31 @@ def check_tree_rows(run: Run) -> None:
         run.near(f"{name}: gradients", one, other, 3 * NEAR[torch.float32])
 
 
+def check_padded(run: Run) -> None:
+    """A padded batch: folded, scored and put back on the device, beside the same on the CPU."""
+    samples, draw = small_samples(), torch.Generator().manual_seed(0)
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(each) for each in samples], batch_first=True)
+    seen = torch.arange(ids.shape[1]) < torch.tensor([[len(each)] for each in samples])
+    old, gain = torch.randn(2, *ids[:, 9:].shape, generator=draw) * 0.3 - torch.tensor([4.6, 0])[:, None, None]
+    found: list[list[Tensor]] = []
+    for device in (run.device, "cpu"):
+        on = [each.to(device) for each in (ids, seen, seen[:, 9:])]
+        columns = {"old_logprobs": old.to(device), "advantages": gain.to(device)}
+        batch = PaddedRollouts.from_padded(*on, uid=[0, 0, 1, 1], columns=columns)
+        model = small_model("llama", "sdpa", device)
+        hidden, head = body_forward(model, batch.forest)
+        logp = sample_logprobs(edge_logprobs(hidden, batch.edges, head), batch.edges)
+        loss, metrics = PolicyLoss("grpo")(logp, batch.edges, **batch.columns)
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        folded = [batch.unfold(column) for column in batch.columns.values()]
+        near = [batch.unfold(logp), loss[None], torch.cat([each.flatten() for each in grads])]
+        found.append([*folded, metrics["clip_low"], *near])
+    run.equal("columns, put back, and the share that is clipped", found[0][:3], found[1][:3])
+    named = ("log-probs", "loss", "gradients")
+    for name, one, other, more in zip(named, found[0][3:], found[1][3:], (1, 3, 3), strict=True):
+        run.near(name, one, other, more * NEAR[torch.float32])
+
+
 # --- batches of tokens ------------------------------------------------------------------------------------------------
 
 
@@ -469,6 +498,29 @@ def check_native(run: Run) -> None:
             run.equal(f"{aux}: pinned", [all(pinned)], [torch.cuda.is_available()])
             there = [each.to(run.device, non_blocking=True) for each in batch.values()]
             run.equal(f"{aux}: the copy", there, list(batch.values()))
+
+
+def check_torchtitan(run: Run) -> None:
+    """torchtitan's Trainer on a StreamDataLoader: stopped and started again, it has the rows of a run that went on."""
+    if not run.on_gpu or find_spec("torchtitan") is None:
+        why = "torchtitan is not installed" if run.on_gpu else f"its models want FlexAttention: {NO_FLEX}"
+        run.add("rows and losses after a resume", "skipped", why=why)
+        return
+    from torchtitan_texts import Texts
+
+    texts = Texts(run.folder, 300_000)
+
+    def steps(name: str, last: int) -> dict[str, Any]:
+        script, folder = Path(__file__).with_name("torchtitan_steps.py"), run.folder / name
+        command = [sys.executable, script, texts.cache / "train", texts.tokenizer, folder, str(last)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        made: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return made
+
+    whole, first, second = steps("whole", 6), steps("parts", 3), steps("parts", 6)
+    run.equal("rows of the saved steps and after", first["rows"][:2] + second["rows"], whole["rows"])
+    losses = [torch.tensor([each["losses"][str(step)] for step in range(3, 7)]) for each in (second, whole)]
+    run.near("losses after the resume", losses[0], losses[1], 1e-3)
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -653,10 +705,12 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "dense": check_dense,
     "flex": check_flex,
     "tree_rows": check_tree_rows,
+    "padded": check_padded,
     "documents": check_documents,
     "prefetch": check_prefetch,
     "head": check_head,
     "native": check_native,
+    "torchtitan": check_torchtitan,
     "precompute": check_precompute,
     "speed_prefetch": speed_prefetch,
     "speed_head": speed_head,

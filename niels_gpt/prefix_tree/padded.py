@@ -42,9 +42,9 @@ class PaddedRollouts:
     @torch.inference_mode(False)  # a batch made while rollouts are generated must be usable in training
     def from_padded(
         cls,
-        input_ids: Tensor,
+        input_ids: Any,
         attention_mask: Any,
-        response_mask: Tensor,
+        response_mask: Any,
         *,
         uid: Any = None,
         columns: Mapping[str, Any] | None = None,
@@ -56,6 +56,7 @@ class PaddedRollouts:
         Args:
             columns: values by name, in any form that `fold` takes.
         """
+        input_ids, response_mask = torch.as_tensor(input_ids), torch.as_tensor(response_mask)
         device = input_ids.device
         forest = PrefixForest.from_padded(input_ids.cpu(), attention_mask, response_mask, uid=uid)
         edges = LossEdges.from_forest(forest)

@@ -8,14 +8,7 @@ have their own old log-prob and advantage for it, so it may be clipped in one of
 of both at the shared row.
 
 A loss is a sum, divided by a `normalizer`. Where a step has several micro-batches or ranks, pass the total of all of
-them: their losses then add up to the loss of the whole batch. The loss types have the names of TRL:
-
-    loss_type       sum                                       normalizer
-    "grpo"          over samples, of the mean over tokens     samples
-    "dapo"          over tokens                               supervised tokens
-    "dr_grpo"       over tokens                               samples * max_completion_length
-
-TRL's "bnpo" is "dapo" divided by the tokens of the micro-batch, which is the default.
+them: their losses then add up to the loss of the whole batch.
 """
 
 from __future__ import annotations
@@ -40,17 +33,27 @@ class PolicyLoss:
 
         -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) * weight + kl_coef * KL - entropy_coef * H
 
+    The loss is a sum of them, divided by a normalizer. The types have TRL's names:
+
+        loss_type       sum                                       normalizer
+        "grpo"          over samples, of the mean over tokens     samples
+        "dapo"          over tokens                               supervised tokens
+        "dr_grpo"       over tokens                               samples * max_completion_length
+
+    "bnpo" of TRL is "dapo" divided by the tokens of the micro-batch, which is the default. TRL's entropy bonus is a
+    mean over tokens in all types; here it is summed as the rest is, as in verl.
+
     Raises: TreeError (E801): another loss_type, or ratio_max below 1 + clip_high.
     """
 
-    loss_type: str  # one of LOSS_TYPES: how the tokens are summed, the KL penalty and the entropy too
-    clip_low: float = 0.2
-    clip_high: float = 0.2  # 0.28 in DAPO
+    loss_type: str  # one of LOSS_TYPES
+    clip_low: float = 0.2  # how far r may be below 1
+    clip_high: float = 0.2  # how far above 1; 0.28 in DAPO
     ratio_max: float | None = None  # of r, also where A is below 0: TRL's `delta`, verl's `clip_ratio_c`
     sequence_ratio: bool = False  # r is exp of the mean of log ratios over the sample (GSPO), not the token's own
     kl_coef: float = 0.0  # of exp(d) - d - 1, with d = ref_logprobs - logprobs: TRL's `beta`, the estimator k3
     kl_times_ratio: bool = False  # KL times r: its gradient is unbiased. TRL's `use_bias_correction_kl`, True there
-    entropy_coef: float = 0.0
+    entropy_coef: float = 0.0  # of the entropy H
 
     def __post_init__(self) -> None:
         _check_type(self.loss_type)

@@ -145,24 +145,8 @@ def unpadded(input_ids: Any, attention_mask: Any, response_mask: Any) -> Unpadde
             token or padding between its tokens, or a target is padding or the first token of its row.
         TreeTypeError (E801): the ids are no integers.
     """
-    ids = _array(input_ids)
-    if ids.ndim != 2 or not ids.size:
-        raise TreeError(f"input_ids has shape {list(ids.shape)}; expected [B, L], at least one row of one token")
-    if ids.dtype.kind not in "iu":
-        raise TreeTypeError(f"input_ids is {ids.dtype}; expected integers")
-    rows, columns = ids.shape
-    seen = _array(attention_mask)
-    if seen.ndim == 1 and seen.dtype.kind in "iu":  # lengths
-        if (wrong := (seen < 0) | (seen > columns)).any():
-            raise TreeError(f"the length of row {wrong.argmax()} is {seen[wrong][0]}; expected 1 to {columns}")
-        seen = np.arange(columns) < seen[:, None]
-    seen, targets = _bits(seen, "attention_mask", rows), _bits(_array(response_mask), "response_mask", rows)
-    width = targets.shape[1]
-    if seen.shape != ids.shape or width > columns:
-        raise TreeError(
-            f"input_ids is [{rows}, {columns}], attention_mask {list(seen.shape)}, response_mask "
-            f"{list(targets.shape)}; expected [B, L], [B, L], and [B, R] with R of at most L"
-        )
+    ids, seen, targets = _padded(_array(input_ids), _array(attention_mask), _array(response_mask))
+    rows, columns, width = *ids.shape, targets.shape[1]
     lengths, firsts = seen.sum(1), seen.argmax(1)
     _refuse(lengths == 0, "has no token: cut rows off that are padding only")
     ends = columns - seen[:, ::-1].argmax(1)
@@ -178,6 +162,28 @@ def unpadded(input_ids: Any, attention_mask: Any, response_mask: Any) -> Unpadde
     _check_range(flat, offsets, "row {}".format)
     prompts = seen[:, : columns - width].sum(1) if width < columns else np.full(rows, -1)
     return Unpadded(flat, offsets, whole[seen], prompts)
+
+
+def _padded(
+    ids: npt.NDArray[Any], seen: npt.NDArray[Any], response: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return ids [B, L], attention mask [B, L] and response mask [B, R], or an error where they do not fit."""
+    if ids.ndim != 2 or not ids.size:
+        raise TreeError(f"input_ids has shape {list(ids.shape)}; expected [B, L], at least one row of one token")
+    if ids.dtype.kind not in "iu":
+        raise TreeTypeError(f"input_ids is {ids.dtype}; expected integers")
+    rows, columns = ids.shape
+    if seen.ndim == 1 and seen.dtype.kind in "iu":  # lengths
+        if (wrong := (seen < 0) | (seen > columns)).any():
+            raise TreeError(f"the length of row {wrong.argmax()} is {seen[wrong][0]}; expected 1 to {columns}")
+        seen = np.arange(columns) < seen[:, None]
+    seen, targets = _bits(seen, "attention_mask", rows), _bits(response, "response_mask", rows)
+    if seen.shape != ids.shape or not 1 <= targets.shape[1] <= columns:
+        raise TreeError(
+            f"input_ids is [{rows}, {columns}], attention_mask {list(seen.shape)}, response_mask "
+            f"{list(targets.shape)}; expected [B, L], [B, L], and [B, R] with R from 1 to L"
+        )
+    return ids, seen, targets
 
 
 def _bits(mask: npt.NDArray[Any], name: str, rows: int) -> npt.NDArray[np.bool_]:

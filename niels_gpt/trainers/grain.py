@@ -173,13 +173,13 @@ def _segment_ids(batch: Batch) -> NDArray[np.int32]:
 def maxtext(element: Mapping[str, Any]) -> Arrays:
     """Return a row or a batch with the names, int32, that MaxText's models take; for Grain's `.map`.
 
-    `inputs`, `targets`, and of both `_position` and `_segmentation`. As MaxText's own `ShiftData` does,
-    targets_segmentation is 0 where a target has no loss; the target there is 0.
+    `inputs`, `targets`, and of both `_position` and `_segmentation`, as Grain's packing and MaxText's `ShiftData` make
+    them: positions are 0 in padding, and targets_segmentation is 0 where a target has no loss; the target there is 0.
     """
     labels = np.asarray(element["labels"])
     has_loss = labels != IGNORE_INDEX
-    positions = element.get("positions", np.broadcast_to(np.arange(labels.shape[-1]), labels.shape))
     segments = element.get("segment_ids", np.ones(labels.shape))
+    positions = element.get("positions", np.arange(labels.shape[-1])) * (segments > 0)
     found = {
         "inputs": element["input_ids"],
         "targets": labels * has_loss,

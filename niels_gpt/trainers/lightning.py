@@ -21,6 +21,8 @@ from niels_gpt.storage.errors import NoLength, StreamUseError
 class StreamDataModule(LightningDataModule):
     """The batches of a stream, for `Trainer.fit(model, datamodule=...)`; `training_step` gets a `Batch`.
 
+    A further fit goes on where the last one ended.
+
     A stream of some epochs is one epoch of Lightning: `Trainer(max_epochs=1)`. With `limit_train_batches` Lightning's
     epochs are parts of the stream, one after the other. One without end takes `max_steps`, or `limit_train_batches`.
     """
@@ -82,11 +84,13 @@ class StreamDataModule(LightningDataModule):
         return _Batches(opened, self._loader)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Note the state of a batch that is now trained on. Lightning calls this."""
-        if self.trainer is not None and self.trainer.training:
+        """Note the state of a batch that is now trained on. Lightning calls this in place of the model's hook."""
+        if self.trainer is None:
+            return batch
+        if self.trainer.training:
             self._before, self._after = self._after, batch.state
             self._taken = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        return batch
+        return self.trainer.lightning_module.on_before_batch_transfer(batch, dataloader_idx)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was trained on, equal on all ranks. Lightning calls this."""

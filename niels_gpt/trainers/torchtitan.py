@@ -2,7 +2,7 @@
 
     CacheRows           one cache, and which rows of it; several make a mixture
     StreamDataLoader    its BaseDataLoader: `config.dataloader = StreamDataLoader.Config(sources=[CacheRows(...)])`
-    StreamSource        a SourceConfig for the Grain loader of its main branch (pull request 4088): rows by number
+    SequenceSource        a SourceConfig for the Grain loader of its main branch (pull request 4088): rows by number
 
 torchtitan says which part of the data a loader gives, how many rows, and of which length. The global batch is that of
 all data-parallel ranks: rank r of W has rows r * B up to (r + 1) * B of each W * B rows, in one order that the seed
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -91,9 +91,14 @@ def _opened(config: Any, *, infinite: bool, drop_last: bool = False, **shape: in
         raise UsageError(f"{type(config).__qualname__}: expected either sources or open")
     if config.open is not None:
         stream: Stream[Any] = config.open(**shape)
+        for name, value in shape.items():
+            if getattr(stream, name, None) != value:
+                raise UsageError(f"open: {stream!r}, expected {name}={value}, with which it was called")
+        if stream.num_samples is None and not infinite:
+            raise UsageError(f"open: {stream!r} has no end, expected one because of infinite=False")
         return stream
     arguments: dict[str, Any] = {**shape, "seed": config.seed}
-    epochs = [of.epochs or (None if infinite else 1) for of in sources]
+    epochs = [(None if infinite else 1) if of.epochs is None else of.epochs for of in sources]
     if len(sources) == 1:
         return sources[0].open(**arguments, epochs=epochs[0], drop_last=drop_last)
     return MixtureStream(
@@ -101,15 +106,17 @@ def _opened(config: Any, *, infinite: bool, drop_last: bool = False, **shape: in
         [of.weight for of in sources],
         seed=config.seed,
         block_size=config.block_size,
-        when_exhausted=[count or "repeat" for count in epochs],
+        when_exhausted=["repeat" if count is None else count for count in epochs],
         drop_last=drop_last,
     )
 
 
 def _check_tokenizer(stream: Stream[Any], tokenizer: Any) -> None:
     """Raise CacheError E402 if a cache is of another tokenizer.json, or has ids that the tokenizer lacks."""
-    path = Path(getattr(tokenizer, "tokenizer_path", "")) / "tokenizer.json"
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    folder, sha256 = getattr(tokenizer, "tokenizer_path", None), None
+    path = Path(folder or "", "tokenizer.json")
+    if folder is not None and path.is_file():
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     for source in getattr(stream.samples, "sources", [stream.samples]):
         known, remedy = source.identity().get("tokenizer_sha256"), "Take the tokenizer of the cache as hf_assets_path, "
         remedy += "or pass check_tokenizer=False where both give equal ids"
@@ -144,7 +151,10 @@ class StreamDataLoader(BaseDataLoader):
         sources: list[CacheRows] = field(default_factory=list)
         """One cache, or several that are mixed by their weights, with exact shares."""
         open: Annotated[Callable[..., Stream[Any]] | None, tyro.conf.Suppress] = None
-        """Instead of sources: a function that takes T, global_batch_size, rank and world_size, and opens a stream."""
+        """Instead of sources: a function that opens a stream of T, global_batch_size, rank and world_size.
+
+        Seed and drop_last are then its own.
+        """
         seed: int = 42
         """Of the order, with which no field of torchtitan's own has to do."""
         infinite: bool = True
@@ -189,10 +199,8 @@ class StreamDataLoader(BaseDataLoader):
         if config.check_tokenizer:
             _check_tokenizer(self._stream, tokenizer)
         self._state = self._stream.state_dict()
-        self._options: dict[str, Any] = {"num_workers": config.num_workers, "pin_memory": config.pin_memory}
-        if config.num_workers:
-            self._options["prefetch_factor"] = config.prefetch_factor
-        self._changed, self._batches = config.changed, object()
+        self._config: Any = config
+        self._batches: object = None
 
     @property
     def stream(self) -> Stream[Any]:
@@ -201,14 +209,22 @@ class StreamDataLoader(BaseDataLoader):
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Yield batches from the current position on. Raises: the errors of `Stream.__iter__`."""
-        collate: Any = _converted
-        batches: Any = DataLoader(self._stream, batch_size=None, collate_fn=collate, **self._options)
-        self._batches = batches
+        batches = self._batches = self._read()
         for inputs, labels, state in batches:
             if self._batches is not batches:
                 raise StreamUseError("another iterator was started, or a state was loaded: iterate again")
             self._state = state
             yield inputs, labels
+
+    def _read(self) -> Iterable[tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, Any]]]:
+        workers, pin_memory = self._config.num_workers, self._config.pin_memory
+        if not (workers or pin_memory):
+            return map(_converted, self._stream)  # a DataLoader would take longer than the batch
+        collate: Any = _converted
+        options = {"prefetch_factor": self._config.prefetch_factor} if workers else {}
+        return DataLoader(
+            self._stream, batch_size=None, collate_fn=collate, num_workers=workers, pin_memory=pin_memory, **options
+        )
 
     def state_dict(self) -> dict[str, str]:
         """Return the state after the last batch that was given out, equal on all ranks.
@@ -226,18 +242,16 @@ class StreamDataLoader(BaseDataLoader):
             state = json.loads(state_dict["state"])
         except (KeyError, TypeError, ValueError) as error:
             found = f"dataloader: {shortened(state_dict)}, expected the state of a StreamDataLoader"
-            remedy = (
-                "To take the model alone from another loader's run: checkpoint.exclude_from_loading = ['dataloader']"
-            )
+            remedy = "checkpoint.exclude_from_loading = ['dataloader'] starts the data at its beginning"
             raise StateError(f"{found}. {remedy}") from error
-        self._stream.load_state_dict(state, changed=self._changed)
-        self._state, self._batches = self._stream.state_dict(), object()
+        self._stream.load_state_dict(state, changed=self._config.changed)
+        self._state, self._batches = self._stream.state_dict(), None
 
 
-class StreamSource(Configurable):
+class SequenceSource(Configurable):
     """Rows of a stream by number, as `TextSequence(input_ids, labels, positions)`: int64 [T] each, without padding.
 
-    In `SingleDatasetConfig(source=StreamSource.Config(...))` without a processor, whose loader has shuffle=False. It
+    In `SingleDatasetConfig(source=SequenceSource.Config(...))` without a processor, whose loader has shuffle=False. It
     gives each data-parallel rank a run of consecutive indices. So index i of rank r's run is row i * W + r of the
     stream: all ranks together read the rows of one global batch after another, the same ones on any number of ranks.
     """

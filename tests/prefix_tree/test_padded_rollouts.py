@@ -187,6 +187,7 @@ TARGETS = torch.tensor([[1, 1], [1, 0]])
         ({"attention_mask": torch.tensor([0, 3])}, TreeError),
         ({"attention_mask": torch.tensor([4, 5])}, TreeError),
         ({"response_mask": torch.ones(2, 5)}, TreeError),
+        ({"response_mask": torch.ones(2, 0)}, TreeError),
         ({"response_mask": TARGETS[0]}, TreeError),
         ({"response_mask": TARGETS - 1}, TreeError),
         ({"response_mask": torch.tensor([[1, 1], [1, 1]])}, TreeError),  # padding

@@ -2,13 +2,16 @@
 
 import importlib
 import sys
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from support import ROOT
 from support.float64_models import VOCAB, float64_llama
 from support.padded_batches import PROMPT, RESPONSE, gradient, unfolded, verl_batch
 
+from niels_gpt.prefix_tree.bins import pack
 from niels_gpt.prefix_tree.edges import LossEdges, at_predictions, edge_logprobs, sample_logprobs
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import body_forward
@@ -174,15 +177,25 @@ def test_an_entropy_bonus_and_the_policys_own_log_probs_are_those_of_trl(trainer
 def test_the_losses_of_micro_batches_add_up(llama, data, kind, options):
     policy = PolicyLoss(kind, entropy_coef=0.01, **options)
     normalizer = {"grpo": 12, "dapo": int(data["response_mask"].sum()), "dr_grpo": 12 * 20}[kind]
+    masks = (data[name] for name in ("input_ids", "attention_mask", "response_mask"))
+    bins = pack([PrefixForest.from_padded(*masks, uid=data["uid"])], max_tokens=25)
+    budgeted = [each.samples.numpy() for each in bins]
+    assert len(bins) > 2 and sorted(np.concatenate(budgeted)) == list(range(12))
+    wholes = [slice(None)], [slice(0, 3), slice(3, 12)], budgeted  # a group in two micro-batches; rows of few tokens
     losses, shares = [], []
-    for rows in (slice(None), slice(0, 3), slice(3, 12)):  # a group in two micro-batches too
-        batch, logp, entropy, _ = folded(llama, data, rows)
-        loss, metrics = policy(logp, batch.edges, **batch.columns, entropies=entropy, normalizer=normalizer)
-        losses.append(loss)
-        shares.append({name: value * metrics["tokens"] for name, value in metrics.items() if name != "tokens"})
-    assert_same(losses[1] + losses[2], losses[0], llama)
-    for name, whole in shares[0].items():
-        torch.testing.assert_close(shares[1][name] + shares[2][name], whole)
+    for micro_batches in wholes:
+        found, sums = [], Counter()
+        for rows in micro_batches:
+            batch, logp, entropy, _ = folded(llama, data, rows)
+            loss, metrics = policy(logp, batch.edges, **batch.columns, entropies=entropy, normalizer=normalizer)
+            found.append(loss)
+            sums.update({name: value * metrics["tokens"] for name, value in metrics.items() if name != "tokens"})
+        losses.append(sum(found))
+        shares.append(sums)
+    for loss, share in zip(losses[1:], shares[1:], strict=True):
+        assert_same(loss, losses[0], llama)
+        for name, whole in shares[0].items():
+            torch.testing.assert_close(share[name], whole)
 
 
 def test_weights_scale_the_clipped_term_alone(llama, data):

@@ -4,7 +4,7 @@ import copy
 import json
 import os
 import pickle
-from itertools import islice
+from itertools import islice, zip_longest
 
 import numpy as np
 import pytest
@@ -47,6 +47,18 @@ def root(tmp_path_factory):
 def others(tmp_path_factory):
     """The same caches of other tokens."""
     return build_caches(tmp_path_factory.mktemp("others"), shift=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_parts_of_workers_in_turns_are_the_batches_from_the_position_on(root, kind, workers):
+    stream = opened(kind, root, world_size=2, rank=1)
+    expected = told(opened(kind, root, world_size=2, rank=1))
+    next(iter(stream))
+    parts = [list(stream.part(worker, workers)) for worker in range(workers)]
+    turns = [batch for batches in zip_longest(*parts) for batch in batches if batch is not None]
+    assert told(turns) == expected[1:]
+    assert stream.state_dict() == expected[0][1]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in SLOW_TO_OPEN])

@@ -16,13 +16,7 @@ from niels_gpt.trainers.lightning import StreamDataModule
 from support.mixed_caches import KINDS, open_mixture
 from support.trainer_runs import STEPS, Log
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 class Tiny(LightningModule):
@@ -59,7 +53,7 @@ def main(folder, caches, workers):
         return open_mixture(Path(caches), KINDS, [2, 1, 1], G=4, rank=rank, world_size=world_size)
 
     trainer = Trainer(
-        **{**QUIET, "enable_checkpointing": True},
+        **QUIET,
         devices=ranks,
         strategy="ddp" if ranks > 1 else "auto",
         max_steps=STEPS // accumulated,

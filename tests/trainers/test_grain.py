@@ -121,6 +121,35 @@ def test_a_state_is_resumed_by_other_ranks_and_batch_sizes(root, kind):
     assert rows + rows_of(rest) == whole
 
 
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
+def test_slices_for_workers_take_turns_and_are_resumed_by_equally_many(root, kind):
+    def workers(number, states=None):
+        started = []
+        for worker in range(number):
+            dataset = StreamDataset(opened(kind, root))
+            dataset.set_slice(slice(worker, None, number))
+            started.append(iter(dataset))
+            if states is not None:
+                started[-1].set_state(saved(states[worker]))
+        return started
+
+    def in_turns(started, first=0):
+        for turn in range(first, 10_000):
+            try:
+                yield next(started[turn % len(started)])
+            except StopIteration:
+                return
+
+    expected = told(map(arrays, opened(kind, root)))
+    assert told(in_turns(workers(3))) == expected
+    started = workers(2)
+    begun, states = told(islice(in_turns(started), 1)), [each.get_state() for each in started]
+    assert begun + told(in_turns(workers(2, states), 1)) == expected
+    for others in ({"number": 1, "states": states}, {"number": 2, "states": states[::-1]}):
+        with refused("E108"):
+            workers(**others)
+
+
 def test_a_dataset_begins_where_its_stream_is(root):
     stream = opened("packed", root)
     rows = rows_of(map(arrays, opened("packed", root)))
@@ -228,6 +257,18 @@ def test_maxtext_gets_segments_and_targets_with_loss(root):
     batch = next(iter(StreamDataset(opened("windows", root)).map(maxtext)))
     assert batch["inputs_position"].tolist() == batch["targets_position"].tolist() == [[0, 1, 2, 3]] * 6
     assert batch["inputs_segmentation"].tolist() == batch["targets_segmentation"].tolist() == [[1] * 4] * 6
+
+
+def test_maxtext_gets_packed_rows_as_grains_own_packing_makes_them(root):
+    for row in map(maxtext, StreamSource(opened("packed", root))):
+        ids, segments = row["inputs"], row["inputs_segmentation"]
+        pieces = [{"inputs": ids[segments == number]} for number in range(1, segments.max() + 1)]
+        parent = grain.MapDataset.source(pieces).to_iter_dataset(HERE)
+        pack = grain.experimental.FirstFitPackIterDataset
+        (packed,) = pack(parent, length_struct={"inputs": len(ids)}, num_packing_bins=1)
+        assert packed["inputs"].tolist() == ids.tolist()
+        assert packed["inputs_segment_ids"].tolist() == segments.tolist()
+        assert packed["inputs_positions"].tolist() == row["inputs_position"].tolist()
 
 
 @pytest.mark.slow

@@ -1,11 +1,14 @@
 """Streams in Lightning's Trainer: the position is in its checkpoints, for any number of devices and workers."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("lightning")
 
 from lightning.pytorch import Callback, Trainer
-from support import lightning_run, trainer_runs
+from support import ROOT, lightning_run, trainer_runs
+from support.documents import blocks_of
 from support.lightning_run import QUIET, Tiny
 from support.mixed_caches import build_three, open_mixture
 
@@ -13,8 +16,13 @@ from niels_gpt.sampling import iter_eval
 from niels_gpt.storage.errors import StateError, StreamUseError
 from niels_gpt.trainers.lightning import StreamDataModule
 
-# Of Lightning's own: a class of torch that it uses, and that it thinks a few workers are more.
-pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning", "ignore:You are using the `datal")
+# Of Lightning: a class of torch that it uses, a feature that is refused here, and a first run of a page.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.isinstance.treespec:FutureWarning",
+    "ignore:You are using the `datal",
+    "ignore:Checkpoint directory",
+    "ignore:.fit.ckpt_path",
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +50,7 @@ def test_killed_run_goes_on_with_other_ranks_and_workers(caches, tmp_path):
 
 def fit(data, on_batch=lambda *_: None, *, model=Tiny, ckpt_path=None, **trainer):
     """Train quietly in this process; return the Trainer."""
-    made = Trainer(**{**QUIET, **trainer})
+    made = Trainer(**{**QUIET, "enable_checkpointing": False, **trainer})
     made.fit(model(on_batch), datamodule=data, ckpt_path=ckpt_path)
     return made
 
@@ -156,6 +164,19 @@ def test_validation_of_each_rank(caches):
     assert sum(sizes) == 2 * 181
 
 
+@pytest.mark.filterwarnings("ignore:You have overridden")  # it would leave out the model's
+def test_hook_of_the_model_is_called_too(caches):
+    seen = []
+
+    class Hooked(Tiny):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            seen.append(batch.state["consumed_samples"])
+            return batch
+
+    fit(StreamDataModule(opener(caches)), model=Hooked, max_steps=3)
+    assert seen == [4, 8, 12]
+
+
 def test_wrong_uses_are_refused(caches):
     class OfIterator(Tiny):
         def training_step(self, dataloader_iter):
@@ -167,3 +188,26 @@ def test_wrong_uses_are_refused(caches):
         fit(StreamDataModule(opener(caches, rank=1, world_size=2, drop_last=True)), max_steps=1)
     with pytest.raises(StreamUseError):
         StreamDataModule(opener(caches)).train_dataloader()
+
+
+def test_the_lines_of_the_page_run(caches, tmp_path, monkeypatch):
+    """Twice, on one CPU, with a small cache at the page's place: an error stops the first run, the second goes on."""
+    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+    (code,) = (block.body for block in blocks_of(page) if "StreamDataModule" in block.body)
+    assert len(list(filter(None, code.splitlines()))) <= 10
+    code = code.replace('devices="auto"', f"devices=1, **{QUIET}").replace("1_000", "3")
+    monkeypatch.chdir(tmp_path)
+    Path("cache").mkdir()
+    Path("cache/wiki").symlink_to(caches / "pretrain" / "plain")
+    numbers = []
+
+    def on_batch(number, batch, loss):
+        numbers.append(number)
+        if len(numbers) == 8:
+            raise Failed
+
+    with pytest.raises(Failed):
+        exec(code, {"model": Tiny(on_batch)})
+    exec(code, {"model": Tiny(on_batch)})
+    assert numbers == [*range(1, 9), *range(7, numbers[-1] + 1)]
+    assert numbers[-1] > 9

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import automodel_run, trainer_runs
+from support import ROOT, automodel_run, trainer_runs
+from support.documents import blocks_of
 from support.mixed_caches import build_three
 
 from niels_gpt.sampling import EpochStream
@@ -137,3 +138,19 @@ def test_forms_are_checked(caches):
     next(iter(rows))
     with pytest.raises(StreamUseError):
         rows.state_dict()
+
+
+def test_the_yaml_of_the_page(automodel, caches, tmp_path):
+    """It makes batches of packed rows, of a cache at another place."""
+    from nemo_automodel.components.config.loader import load_yaml_config
+    from nemo_automodel.recipes._typed_config import RecipeConfig
+
+    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+    (text,) = (block.body for block in blocks_of(page) if "StreamDataset" in block.body and block.language == "yaml")
+    assert len(text.splitlines()) <= 10
+    (tmp_path / "recipe.yaml").write_text(
+        text.replace("cache/wiki", str(caches / "pretrain" / "packed")) + "step_scheduler: {local_batch_size: 2}\n"
+    )
+    recipe = RecipeConfig(load_yaml_config(tmp_path / "recipe.yaml"))
+    batch = next(iter(recipe.dataloader.build(dp_rank=1, dp_world_size=2)))
+    assert batch["qkv_format"] == "thd" and batch["input_ids"].shape == (2, 12)
