@@ -41,9 +41,9 @@ class StreamDataModule(LightningDataModule):
         loader: arguments of the DataLoader for training, such as num_workers and pin_memory.
         """
         super().__init__()
-        self._open_stream, self._loader = open_stream, loader
+        self._open_stream, self._open_validation, self._loader = open_stream, open_validation, loader
         if open_validation is not None:  # else the model's own val_dataloader is asked
-            self.val_dataloader = lambda: _Validation(open_validation, self._ranks())  # type: ignore[method-assign]
+            self.val_dataloader = self._validation  # type: ignore[method-assign]
         self._before: dict[str, Any] | None = None  # the state before the batch that was taken last
         self._after: dict[str, Any] | None = None  # and after it; None: the start of the stream
         self._taken = 0  # how many batches Lightning had begun when it took that one
@@ -82,6 +82,10 @@ class StreamDataModule(LightningDataModule):
             return stream, self._batch_size > 0
 
         return _Batches(opened, self._loader)
+
+    def _validation(self) -> Iterable[Any]:
+        assert self._open_validation is not None
+        return _Validation(self._open_validation, self._ranks())
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Note the state of a batch that is now trained on. Lightning calls this in place of the model's hook."""
