@@ -12,6 +12,9 @@ Run: python benchmarks/trainers.py [--only grain] [--tokens 8000000] [--rounds 7
             default_collater. NIELS_GPT_PEERS names the folder of its wheel, as .ci/run unpacks it
     lightning  StreamDataModule in a Trainer whose step does nothing. Beside it the same Trainer with a DataLoader over
             windows of a memmap, shuffled
+    transformers   batches of Trainer's get_train_dataloader(). Beside them the same rows from a dataset of `datasets`
+            on disk, as tensors, shuffled by Trainer's sampler; for packed rows its collator makes the masks, too
+    trl     the same of SFTTrainer with padding_free=True, for packed rows, which `datasets` gives as numpy arrays
 
 Each way gives batches of 8 x 1,024 tokens of one cache, in turns with the others; its speed is a median of the rounds'
 ratios. Seconds are CPU time of this process with all of its threads.
@@ -41,7 +44,7 @@ from numpy.typing import NDArray
 from torchtitan_texts import Texts
 
 from niels_gpt.cache import build_pretrain_cache
-from niels_gpt.sampling import EpochStream, PackedStream
+from niels_gpt.sampling import EpochStream, PackedStream, block_causal_mask
 
 B, T = 8, 1_024
 
@@ -243,11 +246,107 @@ def compare_lightning(cache: Path, rounds: int, batches: int = 800) -> None:
     print(f"  in fits of {batches} batches, times Lightning's own: {', '.join(shares)}", flush=True)
 
 
+# --- transformers' Trainer and TRL's SFTTrainer -----------------------------------------------------------------------
+
+
+def on_disk(rows: Iterable[dict[str, Any]], folder: Path, form: str) -> Any:
+    """Return rows as a dataset of `datasets` that is memory-mapped. form: "torch" or "numpy"."""
+    import datasets
+
+    columns: dict[str, list[Any]] = {}
+    for row in rows:
+        for name, values in row.items():
+            columns.setdefault(name, []).append(np.asarray(values))
+    datasets.Dataset.from_dict(columns).save_to_disk(folder)
+    return datasets.load_from_disk(folder).with_format(form)
+
+
+def with_masks(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Collate rows, and make the masks of their documents from the positions."""
+    from transformers import default_data_collator
+
+    batch = default_data_collator(rows)
+    places = batch["position_ids"]
+    starts = (places.view(-1) == 0).nonzero().view(-1)
+    ends = torch.tensor([places.numel()])
+    batch["attention_mask"] = block_causal_mask(torch.cat((starts, ends)), (len(places), places.shape[1]))
+    return batch
+
+
+def tiny_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+
+
+def batches_of(trainer: Any) -> Iterator[Any]:
+    """Yield the batches of a trainer's loader, epoch after epoch."""
+    while True:
+        yield from trainer.get_train_dataloader()
+
+
+COMMON: dict[str, Any] = {"max_steps": 1_000_000, "per_device_train_batch_size": B, "use_cpu": True, "report_to": []}
+
+
+def compare_transformers(cache: Path, rounds: int) -> None:
+    """Compare windows, and packed rows with their masks, in Trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    from niels_gpt.trainers.transformers import as_rows
+
+    how = {"T": T, "global_batch_size": B, "seed": 0}
+    kinds: dict[str, tuple[Any, Any]] = {
+        "windows": (EpochStream(cache / "train", **how), None),
+        "packed rows": (PackedStream(cache, **how), with_masks),
+    }
+    for kind, (stream, collator) in kinds.items():
+        with tempfile.TemporaryDirectory() as folder:
+            args = TrainingArguments(folder, train_sampling_strategy="sequential", **COMMON)
+            rows, _ = as_rows(stream, args)
+            first = (rows[number] for number in range(2_000))
+            kept = ({name: row[name] for name in row if name != "attention_mask"} for row in first)
+            data = on_disk(kept, Path(folder) / "rows", "torch")
+            theirs = {"args": TrainingArguments(folder, **COMMON), "data_collator": collator, "train_dataset": data}
+            ways = {
+                "datasets": batches_of(Trainer(model=tiny_llama(), **theirs)),
+                "as_rows": batches_of(Trainer(model=tiny_llama(), args=args, train_dataset=rows)),
+            }
+            compare(kind, ways, "datasets", rounds, batches=50 if collator else 200)
+
+
+def compare_trl(cache: Path, rounds: int) -> None:
+    """Compare packed rows in SFTTrainer."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    from niels_gpt.trainers.trl import as_rows
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
+    stream = PackedStream(cache, T=T, global_batch_size=B, seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        made = partial(SFTConfig, folder, max_length=None, bf16=False, padding_free=True, **COMMON)
+        prepared = {"skip_prepare_dataset": True}
+        args = made(dataset_kwargs=prepared, train_sampling_strategy="sequential")
+        rows, _ = as_rows(stream, args)
+        data = on_disk((rows[number] for number in range(2_000)), Path(folder) / "rows", "numpy")
+        of_both = {"datasets": (made(dataset_kwargs=prepared), data), "as_rows": (args, rows)}
+        ways = {
+            way: batches_of(SFTTrainer(tiny_llama(), how, train_dataset=found, processing_class=tokenizer))
+            for way, (how, found) in of_both.items()
+        }
+        compare("packed rows", ways, "datasets", rounds)
+
+
 CASES: dict[str, Callable[[Path, int], None]] = {
     "grain": compare_grain,
     "automodel": compare_automodel,
     "lightning": compare_lightning,
     "torchtitan": compare_torchtitan,
+    "transformers": compare_transformers,
+    "trl": compare_trl,
 }
 
 
@@ -265,7 +364,10 @@ def main() -> None:
         for name, case in CASES.items():
             if arguments.only in (None, name):
                 print(f"{name}, {B} x {T:,} tokens")
-                case(cache, arguments.rounds)
+                try:
+                    case(cache, arguments.rounds)
+                except ModuleNotFoundError as error:
+                    print(f"  left out: {error.name} is not installed")
 
 
 if __name__ == "__main__":

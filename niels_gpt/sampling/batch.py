@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import IGNORE_INDEX
 from niels_gpt.cache.pretrain_dataset import as_int64
 from niels_gpt.display.tables import html_table
+from niels_gpt.storage.errors import StreamUseError
 
 _LONG = 128  # tokens of segments, on average, from which on their places are copied one segment after the other
 
@@ -100,6 +101,19 @@ class Rows(NamedTuple):
         return Batch(self.x, self.y, state, source, *of_segments, longest)
 
 
+class _NotARow:
+    """A value of a batch that cannot become a tensor: transformers' Trainer makes one of each value of its rows."""
+
+    def __len__(self) -> int:
+        raise StreamUseError(
+            "a batch of this stream was collated as if it were a row. For transformers' Trainer pass as_rows(stream, "
+            "args) of niels_gpt.trainers.transformers as train_dataset; for a DataLoader pass batch_size=None"
+        )
+
+    def __getitem__(self, index: int) -> None:  # with both, torch takes it for a sequence
+        self.__len__()
+
+
 @dataclass(eq=False, repr=False)
 class Batch:
     """x, y: int64 [B, T]; y is shifted: the token after each of x, -100 where there is no loss.
@@ -116,6 +130,7 @@ class Batch:
 
     x: torch.Tensor
     y: torch.Tensor
+    _not_a_row: _NotARow = field(init=False, default_factory=_NotARow)  # before the values that no tensor is made of
     state: dict[str, Any]
     source: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None

@@ -21,6 +21,8 @@ from niels_gpt.storage.errors import NoLength, StreamUseError
 class StreamDataModule(LightningDataModule):
     """The batches of a stream, for `Trainer.fit(model, datamodule=...)`; `training_step` gets a `Batch`.
 
+    A further fit goes on where the last one ended.
+
     A stream of some epochs is one epoch of Lightning: `Trainer(max_epochs=1)`. With `limit_train_batches` Lightning's
     epochs are parts of the stream, one after the other. One without end takes `max_steps`, or `limit_train_batches`.
     """
@@ -39,9 +41,9 @@ class StreamDataModule(LightningDataModule):
         loader: arguments of the DataLoader for training, such as num_workers and pin_memory.
         """
         super().__init__()
-        self._open_stream, self._loader = open_stream, loader
+        self._open_stream, self._open_validation, self._loader = open_stream, open_validation, loader
         if open_validation is not None:  # else the model's own val_dataloader is asked
-            self.val_dataloader = lambda: _Validation(open_validation, self._ranks())  # type: ignore[method-assign]
+            self.val_dataloader = self._validation  # type: ignore[method-assign]
         self._before: dict[str, Any] | None = None  # the state before the batch that was taken last
         self._after: dict[str, Any] | None = None  # and after it; None: the start of the stream
         self._taken = 0  # how many batches Lightning had begun when it took that one
@@ -81,12 +83,18 @@ class StreamDataModule(LightningDataModule):
 
         return _Batches(opened, self._loader)
 
+    def _validation(self) -> Iterable[Any]:
+        assert self._open_validation is not None
+        return _Validation(self._open_validation, self._ranks())
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Note the state of a batch that is now trained on. Lightning calls this."""
-        if self.trainer is not None and self.trainer.training:
+        """Note the state of a batch that is now trained on. Lightning calls this in place of the model's hook."""
+        if self.trainer is None:
+            return batch
+        if self.trainer.training:
             self._before, self._after = self._after, batch.state
             self._taken = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        return batch
+        return self.trainer.lightning_module.on_before_batch_transfer(batch, dataloader_idx)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was trained on, equal on all ranks. Lightning calls this."""

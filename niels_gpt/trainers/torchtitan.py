@@ -91,9 +91,14 @@ def _opened(config: Any, *, infinite: bool, drop_last: bool = False, **shape: in
         raise UsageError(f"{type(config).__qualname__}: expected either sources or open")
     if config.open is not None:
         stream: Stream[Any] = config.open(**shape)
+        for name, value in shape.items():
+            if getattr(stream, name, None) != value:
+                raise UsageError(f"open: {stream!r}, expected {name}={value}, with which it was called")
+        if stream.num_samples is None and not infinite:
+            raise UsageError(f"open: {stream!r} has no end, expected one because of infinite=False")
         return stream
     arguments: dict[str, Any] = {**shape, "seed": config.seed}
-    epochs = [of.epochs or (None if infinite else 1) for of in sources]
+    epochs = [(None if infinite else 1) if of.epochs is None else of.epochs for of in sources]
     if len(sources) == 1:
         return sources[0].open(**arguments, epochs=epochs[0], drop_last=drop_last)
     return MixtureStream(
@@ -101,15 +106,17 @@ def _opened(config: Any, *, infinite: bool, drop_last: bool = False, **shape: in
         [of.weight for of in sources],
         seed=config.seed,
         block_size=config.block_size,
-        when_exhausted=[count or "repeat" for count in epochs],
+        when_exhausted=["repeat" if count is None else count for count in epochs],
         drop_last=drop_last,
     )
 
 
 def _check_tokenizer(stream: Stream[Any], tokenizer: Any) -> None:
     """Raise CacheError E402 if a cache is of another tokenizer.json, or has ids that the tokenizer lacks."""
-    path = Path(getattr(tokenizer, "tokenizer_path", "")) / "tokenizer.json"
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    folder, sha256 = getattr(tokenizer, "tokenizer_path", None), None
+    path = Path(folder or "", "tokenizer.json")
+    if folder is not None and path.is_file():
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     for source in getattr(stream.samples, "sources", [stream.samples]):
         known, remedy = source.identity().get("tokenizer_sha256"), "Take the tokenizer of the cache as hf_assets_path, "
         remedy += "or pass check_tokenizer=False where both give equal ids"
@@ -144,7 +151,10 @@ class StreamDataLoader(BaseDataLoader):
         sources: list[CacheRows] = field(default_factory=list)
         """One cache, or several that are mixed by their weights, with exact shares."""
         open: Annotated[Callable[..., Stream[Any]] | None, tyro.conf.Suppress] = None
-        """Instead of sources: a function that takes T, global_batch_size, rank and world_size, and opens a stream."""
+        """Instead of sources: a function that opens a stream of T, global_batch_size, rank and world_size.
+
+        Seed and drop_last are then its own.
+        """
         seed: int = 42
         """Of the order, with which no field of torchtitan's own has to do."""
         infinite: bool = True

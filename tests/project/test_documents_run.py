@@ -38,6 +38,7 @@ SLOW = {
     "docs/rollouts.md",
     "docs/scale.md",
     "docs/tokenizers.md",
+    "docs/trainers.md",
     "docs/tutorials/dagster.md",
     "docs/tutorials/eagle3.md",
     "docs/tutorials/own_data.md",

@@ -31,12 +31,6 @@ def llama(vocab_size):
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, initializer_range=0.1, **sizes))
 
 
-def loss_at(logits, targets, behind):
-    """Return the cross entropy of the token that stands so many tokens behind the next one."""
-    rows = slice(None, -behind or None)
-    return torch.nn.functional.cross_entropy(logits[:, rows].flatten(0, 1), targets[:, behind:].flatten()).item()
-
-
 @pytest.mark.parametrize("kind", ["packed", "windows"])
 def test_the_loss_of_a_model_is_that_of_y(split, tiny_tokenizer, kind):
     stream = packed(split) if kind == "packed" else EpochStream(split, T=24, global_batch_size=4, seed=0)
@@ -54,29 +48,3 @@ def test_the_loss_of_a_model_is_that_of_y(split, tiny_tokenizer, kind):
         assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
         if kind == "packed":
             assert inputs["position_ids"][:, :-1].equal(batch.position_ids)
-
-
-@pytest.mark.slow
-def test_60_steps_of_a_trainer_learn_the_next_token_and_not_the_one_after(split, tiny_tokenizer, tmp_path):
-    pytest.importorskip("accelerate", reason="the extra `rl` brings it")
-    from transformers import Trainer, TrainingArguments
-
-    class Rows(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            for batch in packed(split):
-                inputs = batch.for_transformers()
-                for row in range(len(batch.x)):
-                    yield {name: tensor[row] for name, tensor in inputs.items()}
-
-    model = llama(tiny_tokenizer.vocab_size)
-    how = TrainingArguments(
-        str(tmp_path), max_steps=60, per_device_train_batch_size=8, learning_rate=1e-2, report_to=[], use_cpu=True
-    )
-    Trainer(model=model, args=how, train_dataset=Rows()).train()
-    batch = next(iter(packed(split, global_batch_size=32)))
-    inputs = batch.for_transformers()
-    del inputs["labels"]
-    with torch.no_grad():
-        logits = model.eval()(**inputs).logits[:, :-1]
-    next_one, after_next = (loss_at(logits, batch.y, behind) for behind in (0, 1))
-    assert next_one < 3 < after_next

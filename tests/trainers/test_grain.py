@@ -288,6 +288,18 @@ def test_worker_processes_make_the_same_batches(root):
 
 
 @pytest.mark.slow
+def test_a_worker_refuses_a_cache_that_was_replaced_since(tmp_path):
+    stream = opened("chats", build_caches(tmp_path / "caches"))
+    rows = grain.MapDataset.source(StreamSource(stream)).to_iter_dataset()
+    batches = iter(rows.mp_prefetch(MultiprocessingOptions(num_workers=1)))
+    (tmp_path / "caches").rename(tmp_path / "earlier")
+    build_caches(tmp_path / "caches", shift=1)
+    with refused("E213", kind=CacheError):
+        next(batches)
+    batches.close()
+
+
+@pytest.mark.slow
 def test_killed_run_goes_on_with_other_ranks_and_workers(caches, tmp_path):
     """2 ranks with 1 worker each, then 1 rank with 2."""
 

@@ -65,6 +65,13 @@ def opener(caches, **others):
     return opened
 
 
+def validation(caches):
+    """Return what gives the batches of a validation."""
+    return lambda rank, world_size: iter_eval(
+        caches / "pretrain" / "plain" / "train", B=2, T=12, rank=rank, world_size=world_size
+    )
+
+
 def rows_of(opened):
     return [batch.x.tolist() for batch in opened(0, 1)]
 
@@ -121,6 +128,38 @@ def test_checkpoint_of_an_error_has_the_batches_trained_before(caches, tmp_path)
     assert seen[:5] + seen[6:] == wanted
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("hook", "trained"),
+    [("on_train_batch_start", 3), ("on_train_batch_end", 4), ("on_validation_start", 4), ("on_validation_end", 4)],
+)
+def test_checkpoint_of_any_hook(caches, tmp_path, hook, trained, workers):
+    """Also between a batch that was fetched and its training, and around a validation in mid-epoch."""
+    opened, path, seen = opener(caches), tmp_path / "hook.ckpt", []
+    wanted = rows_of(opened)
+
+    class Validated(Tiny):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    def saved(trainer, *_):
+        if len(seen) == trained and not path.exists():
+            trainer.save_checkpoint(path)
+            trainer.should_stop = True
+
+    def on_batch(number, batch, loss):
+        seen.append(batch.x.tolist())
+
+    saver = Callback()
+    setattr(saver, hook, saved)
+    how = {"model": Validated, "max_steps": 8, "val_check_interval": 4, "num_sanity_val_steps": 0}
+    data = [StreamDataModule(opened, open_validation=validation(caches), num_workers=workers) for _ in range(2)]
+    fit(data[0], on_batch, callbacks=[saver], **how)
+    del seen[trained:]
+    fit(data[1], on_batch, ckpt_path=path, **how)
+    assert seen == wanted[:8]
+
+
 def test_another_batch_size_serves_the_rest(caches, tmp_path):
     """Lightning counts batches, and would end too early if it knew how many larger ones there are.
 
@@ -149,19 +188,33 @@ def test_checkpoint_of_other_data_is_refused(caches, tmp_path):
 def test_validation_of_each_rank(caches):
     """The function is called for each validation."""
     calls, sizes = [], []
+    of_rank = validation(caches)
 
     class Validated(Tiny):
         def validation_step(self, batch, batch_idx):
             sizes.append(int((batch[1] != -100).sum()))
 
-    def validation(rank, world_size):
+    def opened(rank, world_size):
         calls.append((rank, world_size))
-        return iter_eval(caches / "pretrain" / "plain" / "train", B=2, T=12, rank=rank, world_size=world_size)
+        return of_rank(rank, world_size)
 
-    data = StreamDataModule(opener(caches), open_validation=validation)
+    data = StreamDataModule(opener(caches), open_validation=opened)
     fit(data, model=Validated, max_steps=4, val_check_interval=2, num_sanity_val_steps=0)
     assert calls == [(0, 1)] * 2
     assert sum(sizes) == 2 * 181
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden")  # it would leave out the model's
+def test_hook_of_the_model_is_called_too(caches):
+    seen = []
+
+    class Hooked(Tiny):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            seen.append(batch.state["consumed_samples"])
+            return batch
+
+    fit(StreamDataModule(opener(caches)), model=Hooked, max_steps=3)
+    assert seen == [4, 8, 12]
 
 
 def test_wrong_uses_are_refused(caches):

@@ -26,6 +26,7 @@ def automodel(monkeypatch):
         pytest.skip("set NIELS_GPT_PEERS to a folder with 0.7.0, of nemo-automodel, see .ci/run")
     monkeypatch.syspath_prepend(str(Path(peers) / "0.7.0"))
     before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(None, force=True)
     yield Path(peers) / "0.7.0"
     multiprocessing.set_start_method(before, force=True)
     for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_automodel"]:

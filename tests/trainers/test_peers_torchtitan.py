@@ -143,6 +143,10 @@ def test_any_stream_that_a_function_opens(caches):
     loader = config.build(dp_world_size=2, dp_rank=1, tokenizer=Ids(), seq_len=T, local_batch_size=3)
     first = next(iter(stream_of(caches, "packed", global_batch_size=6, rank=1, world_size=2)))
     assert listed(next(iter(loader)))[0] == first.x.tolist()
+    alone = StreamDataLoader.Config(open=lambda **shape: stream_of(caches, "packed", **{**shape, "rank": 0}))
+    for wrong in (alone, dataclasses.replace(config, infinite=False)):
+        with pytest.raises(UsageError):
+            wrong.build(dp_world_size=2, dp_rank=1, tokenizer=Ids(), seq_len=T, local_batch_size=3)
 
 
 # --- their own loaders on the same tokens -----------------------------------------------------------------------------
@@ -252,6 +256,9 @@ def test_fields_that_say_nothing_or_nothing_that_rows_have_are_refused(caches):
     ):
         with pytest.raises(UsageError):
             config.build(dp_world_size=1, dp_rank=0, tokenizer=Ids(), seq_len=T, local_batch_size=2)
+    for sources in ([CacheRows(cache=pretrain, epochs=0)], [CacheRows(cache=pretrain, epochs=0)] * 2):
+        with pytest.raises(ValueError):
+            loader_of(sources)
 
 
 def test_a_cache_of_another_tokenizer_is_refused(caches, tmp_path):
