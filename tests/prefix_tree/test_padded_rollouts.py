@@ -183,7 +183,7 @@ def test_arrays_and_lists_of_any_layout_and_type_are_taken():
         found = PaddedRollouts.from_padded(*masks, columns={"old": column})
         assert torch.equal(found.forest.input_ids, wanted.forest.input_ids)
         assert torch.equal(found.columns["old"], wanted.columns["old"]) and found.shape == wanted.shape
-        assert torch.equal(found.row, wanted.row) and torch.equal(found.column, wanted.column)
+        assert torch.equal(found.places, wanted.places)
 
 
 IDS = torch.tensor([[0, 5, 6, 7], [4, 5, 6, 0]])
