@@ -313,7 +313,7 @@ class Stream(IterableDataset[B], Generic[B]):
             if info is None:
                 self._consumed = consumed
             else:
-                self._worker_base = next_base
+                self._worker_base = next_base if self.num_samples is None else min(next_base, self.num_samples)
             yield made.pop()  # no reference stays here: the caller decides how many batches there are
         self._has_ended = info is None and self._iterator is this
 

@@ -267,6 +267,16 @@ def test_a_stateful_loader_stopped_twice_goes_on_with_exactly_the_rest(make, wor
     assert found + taken(third) == told(make(epochs=3))
 
 
+@pytest.mark.parametrize("left", [1, 0])
+def test_a_stateful_loader_stopped_near_the_end_goes_on(make, left):
+    """The next turn of its three workers would begin after the end."""
+    whole = told(make(epochs=3))
+    found, state = started(make, 3, len(whole) - left)
+    again = stateful(make(epochs=3), 3)
+    again.load_state_dict(state)
+    assert found + taken(again) == whole
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (2, 0), (0, 2)])
 def test_a_stateful_loader_with_another_number_of_workers_is_an_error(make, before, after):
     """torchdata notices that there were none before, or are none now; the stream notices all else."""
