@@ -81,14 +81,14 @@ def _refuse(cache: TokenCache, name: str) -> None:
 
 
 def _check_mask(cache: TokenCache, format: Format, mask: str | None) -> None:
-    """Raise ValueError for a mask that the format does not have, CacheError E220 for a cache without loss bits."""
+    """Raise ValueError for a mask that the format does not have, CacheError E220 for a cache without labels."""
     if mask is None:
         return
     if mask not in format.masks:
         having = [f"--to {each.name} --mask {'|'.join(each.masks)}" for each in FORMATS.values() if each.masks]
         raise ValueError(f"--to {format.name} --mask {mask}: expected {', '.join(having)}")
-    if not cache.kind.has_loss:
-        found = f"a {cache.kind.name} cache, whose rows have no mask of tokens that carry loss"
+    if not cache.kind.has_loss or cache.kind.has("rows"):
+        found = f"a {cache.kind.name} cache, and --mask {mask} is for the labels of an sft cache"
         raise CacheError(cache.path, found, remedy="Export it without --mask", code="E220")
 
 

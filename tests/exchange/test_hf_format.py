@@ -112,6 +112,9 @@ def test_masks_are_refused_where_there_are_none(tmp_path):
         export_cache(tmp_path / "chats", "hf", tmp_path / "out", mask="labels")
     with refused("E220", tmp_path / "text", "pretrain"):
         export_cache(tmp_path / "text", "hf", tmp_path / "out", mask="loss_mask")
+    small_builds.rollouts(tmp_path / "rollouts")
+    with refused("E220", tmp_path / "rollouts", "rollouts"):
+        export_cache(tmp_path / "rollouts", "hf", tmp_path / "out", mask="loss_mask")
     assert not (tmp_path / "out").exists()
 
 
