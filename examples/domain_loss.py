@@ -27,8 +27,8 @@ def by_source(losses: Tensor, batch: Batch, sources: int) -> Tensor:
     assert batch.source is not None
     has_loss = batch.y != IGNORE_INDEX
     source = batch.source.to(losses.device)[:, None].expand_as(has_loss)[has_loss]
-    counts = torch.bincount(source, minlength=sources)
-    return torch.stack((torch.bincount(source, losses[has_loss], sources), counts.to(losses.dtype)))
+    sums = torch.bincount(source, losses[has_loss], sources)
+    return torch.stack((sums, torch.bincount(source, minlength=sources).to(sums.dtype)))
 
 
 def by_document(losses: Tensor, batch: Batch) -> Iterator[tuple[tuple[int, int], float, int]]:

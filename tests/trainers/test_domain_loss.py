@@ -7,6 +7,8 @@ import torch
 from support import ROOT
 from support.mixed_caches import build_three, open_mixture
 
+from niels_gpt.sampling import Batch
+
 
 @pytest.fixture(scope="module")
 def example():
@@ -44,6 +46,11 @@ def test_sums_are_those_of_the_tokens(example, caches):
         found = {key: each for key, each in found.items() if each[1]}
         assert found.keys() == of_documents.keys()
         assert all(found[key] == pytest.approx(of_documents[key]) for key in found)
+
+
+def test_targets_are_counted_exactly_where_losses_are_bfloat16(example):
+    batch = Batch(torch.zeros(1, 301, dtype=torch.int64), torch.zeros(1, 301, dtype=torch.int64), {}, torch.tensor([1]))
+    assert example.by_source(torch.ones(1, 301, dtype=torch.bfloat16), batch, 2).tolist() == [[0, 301], [0, 301]]
 
 
 def test_example_prints_each_source(example, caches, capsys):
