@@ -61,8 +61,10 @@ class StreamDataset(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of this rank, int64 [T] each: input_ids, and labels that are shifted, as Automodel has them.
 
-        Raises: ValueError if the stream knows the segments and the form leaves them out, or the other way round.
+        Raises: ValueError if the stream knows the segments and the form leaves them out, or the other way round;
+            StreamUseError where the iterator before stopped in the middle of a stream's batch, or the stream has ended.
         """
+        self._check_whole()
         for batch in self.stream:
             rows = _rows(batch, self.form)
             for self._left in reversed(range(len(rows))):
@@ -74,12 +76,15 @@ class StreamDataset(IterableDataset[dict[str, Any]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, equal on all ranks. Raises: StreamUseError in the middle of a stream's batch."""
+        self._check_whole()
+        return self.stream.state_dict()
+
+    def _check_whole(self) -> None:
         if self._left:
             raise StreamUseError(
-                f"a checkpoint in the middle of {self._size} rows: the dataset's local_batch_size differs from the "
-                "batch size of its loader. Give both the same"
+                f"{self._left} rows of a batch of {self._size} were not taken: the dataset's local_batch_size differs "
+                "from the batch size of its loader. Give both the same"
             )
-        return self.stream.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at a position. Raises: the errors of `Stream.load_state_dict`."""

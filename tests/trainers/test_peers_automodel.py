@@ -137,8 +137,9 @@ def test_forms_are_checked(caches):
         next(iter(StreamDataset(EpochStream, local_batch_size=2, **plain)))
     rows = StreamDataset(EpochStream, local_batch_size=2, **plain).shard(1, 0)
     next(iter(rows))
-    with pytest.raises(StreamUseError):
-        rows.state_dict()
+    for refused in (rows.state_dict, lambda: next(iter(rows))):  # the second row would be lost
+        with pytest.raises(StreamUseError):
+            refused()
 
 
 def test_the_yaml_of_the_page(automodel, caches, tmp_path):
