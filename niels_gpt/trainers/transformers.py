@@ -13,7 +13,7 @@ state of a dataset (transformers 5.23, accelerate 1.15; its accelerator_config h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class Numbered:
                 f"the stream is at sample {stream.consumed_samples}, expected its start: Trainer counts its steps from "
                 "its checkpoint. Pass that as resume_from_checkpoint, and the callback to Trainer"
             )
-        self.stream, self.shift, self.length = stream, 0, 0
+        self.stream, self.shift, self.length, self._max_steps = stream, 0, 0, args.max_steps
         self.check(args)
         self.length = self._length(0, args)
         self._ahead: _Ahead | None = None
@@ -82,6 +82,11 @@ class Numbered:
                 raise UsageError(f"{name}={found!r}: expected {expected!r}, or rows are served twice, or not at all")
         micro = args.train_batch_size * _data_parallel(args)
         size = self.stream.global_batch_size
+        if args.max_steps != self._max_steps:
+            raise UsageError(
+                f"max_steps={args.max_steps}: as_rows was given settings with max_steps={self._max_steps}, and Trainer "
+                "repeats rows where it has too few. Give both the same settings"
+            )
         if micro * args.gradient_accumulation_steps != size:
             raise UsageError(
                 f"global_batch_size={size} of the stream: a step of this Trainer takes {args.train_batch_size} rows x "
@@ -123,6 +128,12 @@ class Numbered:
         if left is None:
             return wanted
         return min(left, wanted) if args.max_steps > 0 else left
+
+    def begin_at_start(self) -> None:
+        """Begin at sample 0. Raises: StreamUseError for a stream that begins later, in a run that was changed."""
+        if first := self.stream.samples.origin.sample:
+            raise StreamUseError(f"the stream begins at sample {first} of a run that was changed: open it again")
+        self.shift = 0
 
     def begin(self, state: Mapping[str, Any], step: int, args: TrainingArguments, **how: Any) -> None:
         """Continue at a state of the stream, which step number `step` of Trainer ended with.
@@ -256,19 +267,20 @@ class Position(TrainerCallback):
     ) -> None:
         """Raise UsageError for settings that do not fit; StateError or CacheError for a checkpoint that does not."""
         self._numbered.check(args)
-        if not state.global_step:
-            self._numbered.shift = 0
+        step, written = state.global_step, cast(dict[str, Any], state.stateful_callbacks)
+        if not step:
+            self._numbered.begin_at_start()
             return
-        written: Any = state.stateful_callbacks
-        saved = written.get(_KEY)
-        if saved is None:
+        saved = written.get(_KEY, {})
+        if saved.get("step") != step:  # Trainer copies what the checkpoint before had
             raise StateError(
-                f"the checkpoint of step {state.global_step} holds no state of a stream: its run had no callback of "
-                "as_rows. Without that callback Trainer goes on from its count of steps, and compares nothing"
+                f"the checkpoint of step {step} holds no state of a stream after this step: the run that wrote it had "
+                "no callback of as_rows. Resume from an earlier checkpoint; or leave the callback out: Trainer then "
+                "goes on from its count of steps, and compares nothing"
             )
-        self._numbered.begin(saved, state.global_step, args, **self.how)
+        self._numbered.begin(saved["state"], step, args, **self.how)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         """Put the state where a checkpoint of this step writes it."""
-        written: Any = state.stateful_callbacks
-        written[_KEY] = self._numbered.state(state.global_step)
+        written = cast(dict[str, Any], state.stateful_callbacks)
+        written[_KEY] = {"step": state.global_step, "state": self._numbered.state(state.global_step)}

@@ -38,14 +38,23 @@ def as_rows(stream: Stream[Any], args: SFTConfig) -> tuple[datasets.Dataset, Pos
     several = _holds_several(stream)
     _check(stream, args, several)
     numbered = Numbered(stream, args)
-
-    def rows_of(numbers: dict[str, list[int]]) -> dict[str, list[Any]]:  # a function: `datasets` copies all else
-        return _unpadded(numbered.batch(numbers["input_ids"]), several)
-
     # The column is called input_ids because Trainer removes columns of other names.
     rows = datasets.Dataset(pa.table({"input_ids": np.arange(numbered.length)}))
-    rows.set_transform(rows_of)
+    rows.set_transform(_Transform(numbered, several))
     return rows, Position(numbered)
+
+
+class _Transform:
+    """Reads rows by number. May be pickled; its deep copy is itself, because the callback moves its `Numbered`."""
+
+    def __init__(self, numbered: Numbered, several: bool) -> None:
+        self._numbered, self._several = numbered, several
+
+    def __call__(self, numbers: dict[str, list[int]]) -> dict[str, list[Any]]:
+        return _unpadded(self._numbered.batch(numbers["input_ids"]), self._several)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Transform:  # `datasets` copies what it is given
+        return self
 
 
 def _holds_several(stream: Stream[Any]) -> bool:

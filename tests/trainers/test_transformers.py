@@ -105,9 +105,9 @@ def resumed(stopped, stream, *, keep=True, how=None, **changes):
 def test_a_checkpoint_holds_the_state_of_the_stream(caches, stopped):
     kept = json.loads((stopped / "checkpoint-4" / "trainer_state.json").read_text())["stateful_callbacks"]
     whole = batches(open_stream(caches, "mixture"), 5)
-    assert kept["niels_gpt stream"] == whole[3].state
+    assert kept["niels_gpt stream"] == {"step": 4, "state": whole[3].state}
     stream = open_stream(caches, "mixture")
-    stream.load_state_dict(kept["niels_gpt stream"])
+    stream.load_state_dict(kept["niels_gpt stream"]["state"])
     assert next(iter(stream)).x.equal(whole[4].x)
 
 
@@ -163,11 +163,16 @@ def test_another_stream_is_refused_or_continues_with_changes(caches, stopped, tm
     assert rows_of(run.seen) == rows_of(
         batches(EpochStream(caches / "text" / "train", T=48, global_batch_size=8, seed=4), 2)
     )
+    with pytest.raises(StreamUseError):
+        run.train()  # from sample 0, which the changed run does not have
 
 
-def test_a_checkpoint_without_a_state_is_refused(caches, tmp_path):
-    how = {"save_strategy": "steps", "save_steps": 4}
-    trainer(open_stream(caches, "windows"), settings(tmp_path, max_steps=4, **how), keep=False).train()
+@pytest.mark.parametrize("kept_before", [False, True])
+def test_a_checkpoint_of_a_run_without_the_callback_is_refused(caches, tmp_path, kept_before):
+    """Trainer copies into it what the checkpoint before had."""
+    how = {"save_strategy": "steps", "save_steps": 2}
+    trainer(open_stream(caches, "windows"), settings(tmp_path, max_steps=2, **how), keep=kept_before).train()
+    trainer(open_stream(caches, "windows"), settings(tmp_path, max_steps=4, **how), keep=False).train(True)
     with pytest.raises(StateError):
         resumed(tmp_path, open_stream(caches, "windows"))
 
@@ -217,9 +222,9 @@ def test_streams_that_trainer_cannot_serve_are_refused(caches, tmp_path):
 
 def test_trainer_of_other_settings_and_a_sampler_that_shuffles_are_refused(caches, tmp_path):
     rows, position = as_rows(open_stream(caches, "windows"), settings(tmp_path))
-    other = settings(tmp_path, train_sampling_strategy="random")
-    with pytest.raises(UsageError):
-        Trainer(model=llama(), args=other, train_dataset=rows, callbacks=[position]).train()
+    for changes in ({"train_sampling_strategy": "random"}, {"max_steps": STEPS + 1}):
+        with pytest.raises(UsageError):
+            Trainer(llama(), settings(tmp_path, **changes), train_dataset=rows, callbacks=[position]).train()
     with pytest.raises(StreamUseError):
         next(iter(DataLoader(rows, batch_size=4, shuffle=True)))
     assert rows[-1]["input_ids"].equal(rows[len(rows) - 1]["input_ids"])

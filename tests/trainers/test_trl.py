@@ -1,6 +1,7 @@
 """TRL's SFTTrainer on the rows of a stream: losses of replies alone, borders of packed rows, and what is refused."""
 
 import json
+import pickle
 import shutil
 from itertools import pairwise
 
@@ -91,6 +92,11 @@ def test_a_run_goes_on_from_its_sample_with_workers_and_another_global_batch(cac
     assert lists(run.seen) == documents(caches, "packed chats", 4)[first:]
     with pytest.raises(CacheError):
         trainer(open_stream(caches, "packed"), settings(tmp_path, SFTConfig, **how)).train(True)
+
+
+def test_rows_are_pickled_for_workers_that_are_spawned(caches, tmp_path):
+    rows, _ = as_rows(open_stream(caches, "packed chats"), settings(tmp_path, SFTConfig, padding_free=True))
+    assert str(pickle.loads(pickle.dumps(rows))[5:9]) == str(rows[5:9])
 
 
 @pytest.mark.parametrize(
