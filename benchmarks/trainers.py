@@ -364,7 +364,10 @@ def main() -> None:
         for name, case in CASES.items():
             if arguments.only in (None, name):
                 print(f"{name}, {B} x {T:,} tokens")
-                case(cache, arguments.rounds)
+                try:
+                    case(cache, arguments.rounds)
+                except ModuleNotFoundError as error:
+                    print(f"  left out: {error.name} is not installed")
 
 
 if __name__ == "__main__":

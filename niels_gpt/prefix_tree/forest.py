@@ -208,7 +208,7 @@ class PrefixForest:
             TreeError (E801): there is no row, a shape does not fit, a mask has values other than 0 and 1, an id is out
                 of range, a row has no token or padding between its tokens, or a target is padding or the first token
                 of its row.
-            TreeTypeError (E801): the ids are no integers.
+            TreeTypeError (E801): the ids are no integers, something is no array, or a uid is a list or array.
         """
         batch = unpadded(input_ids, attention_mask, response_mask)
         layout = radix.radix_layout(batch.ids, batch.offsets, groups=_groups(uid, len(batch.prompts)))
@@ -442,12 +442,15 @@ def _groups(uid: Any, rows: int) -> list[list[int]] | None:
     """Return the rows of each group, groups in the order of their first rows; None without groups."""
     if uid is None:
         return None
-    keys = uid.tolist() if hasattr(uid, "tolist") else list(uid)
+    groups: dict[Hashable, list[int]] = {}
+    try:
+        keys = uid.tolist() if hasattr(uid, "tolist") else [k.tolist() if isinstance(k, Tensor) else k for k in uid]
+        for row, key in enumerate(keys):
+            groups.setdefault(key, []).append(row)
+    except TypeError as error:
+        raise TreeTypeError(f"uid is {uid!r:.100}; expected a number or text for each row") from error
     if len(keys) != rows:
         raise TreeError(f"uid has {len(keys)} values; expected one for each of {rows} rows")
-    groups: dict[Hashable, list[int]] = {}
-    for row, key in enumerate(keys):
-        groups.setdefault(key, []).append(row)
     return list(groups.values())
 
 

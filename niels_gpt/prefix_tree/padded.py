@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.storage.errors import TreeError
+from niels_gpt.storage.errors import TreeError, TreeTypeError
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -34,8 +35,7 @@ class PaddedRollouts:
     forest: PrefixForest
     edges: LossEdges
     columns: dict[str, Tensor]  # [M] each
-    row: Tensor  # int64 [M], the row of each supervised token in the batch
-    column: Tensor  # int64 [M], its column there, of L
+    places: Tensor  # int64 [2, M], the row of each supervised token in the batch, and its column, of L
     shape: tuple[int, int, int]  # B, L, and R, the columns of response_mask
 
     @classmethod
@@ -56,13 +56,14 @@ class PaddedRollouts:
         Args:
             columns: values by name, in any form that `fold` takes.
         """
-        input_ids, response_mask = torch.as_tensor(input_ids), torch.as_tensor(response_mask)
-        device = input_ids.device
-        forest = PrefixForest.from_padded(input_ids.cpu(), attention_mask, response_mask, uid=uid)
-        edges = LossEdges.from_forest(forest)
-        row, column = response_mask.to(device).nonzero(as_tuple=True)
-        shape = (*input_ids.shape, response_mask.shape[1])
-        batch = cls(forest.to(device), edges.to(device), {}, row, column + (shape[1] - shape[2]), shape)
+        device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
+        on_cpu = input_ids.cpu() if isinstance(input_ids, Tensor) else input_ids
+        forest = PrefixForest.from_padded(on_cpu, attention_mask, response_mask, uid=uid)
+        edges, mask = LossEdges.from_forest(forest), _tensor(response_mask, device)
+        rows, length = np.shape(on_cpu)
+        places = mask.nonzero().T
+        places[1] += length - mask.shape[1]
+        batch = cls(forest.to(device), edges.to(device), {}, places, (rows, length, mask.shape[1]))
         batch.columns.update({name: batch.fold(values) for name, values in (columns or {}).items()})
         return batch
 
@@ -70,20 +71,20 @@ class PaddedRollouts:
         """Return the values of the supervised tokens: [M], differentiable, with the dtype of values.
 
         Args:
-            values: a tensor [B, L]; or [B, R], for the last R columns; or [B], one for each row, such as a
-                group-normalised advantage.
+            values: a tensor, array or list [B, L]; or [B, R], for the last R columns; or [B], one for each row, such
+                as a group-normalised advantage.
 
-        Raises: TreeError (E801) for another shape.
+        Raises: TreeError (E801) for another shape; TreeTypeError (E801) for what holds no numbers.
         """
-        tensor = torch.as_tensor(values, device=self.row.device)
+        tensor, (row, column) = _tensor(values, self.places.device), self.places
         rows, length, width = self.shape
         if tensor.shape == (rows,):
-            return tensor[self.row]
+            return tensor[row]
         if tensor.shape not in ((rows, length), (rows, width)):
             raise TreeError(
                 f"a column has shape {list(tensor.shape)}; expected [{rows}, {length}], [{rows}, {width}] or [{rows}]"
             )
-        return tensor[self.row, self.column - (length - tensor.shape[1])]
+        return tensor[row, column - (length - tensor.shape[1])]
 
     def unfold(self, values: Tensor, *, fill: float = 0.0, whole: bool = False) -> Tensor:
         """Return values of the supervised tokens at their places in the batch: [B, R, ...], differentiable.
@@ -95,15 +96,25 @@ class PaddedRollouts:
 
         Raises: TreeError (E801) for another shape.
         """
-        if values.shape[:1] != self.row.shape:
-            raise TreeError(f"values have shape {list(values.shape)}; expected [{len(self.row)}, ...]: M values")
+        row, column = self.places
+        if values.shape[:1] != row.shape:
+            raise TreeError(f"values have shape {list(values.shape)}; expected [{len(row)}, ...]: M values")
         rows, length, width = self.shape
         width = length if whole else width
         out = values.new_full((rows, width, *values.shape[1:]), fill)
-        return out.index_put((self.row, self.column - (length - width)), values)
+        return out.index_put((row, column - (length - width)), values)
 
     def __repr__(self) -> str:
         """Return the sizes: `PaddedRollouts(2 rows of 9 columns, 9 tokens in 7, 5 supervised)`."""
         rows, length, _ = self.shape
         tokens = f"{len(self.forest.loss_mask)} tokens in {self.forest.num_tokens}"
-        return f"PaddedRollouts({rows} rows of {length} columns, {tokens}, {len(self.row)} supervised)"
+        return f"PaddedRollouts({rows} rows of {length} columns, {tokens}, {self.edges.num_loss_tokens} supervised)"
+
+
+def _tensor(values: Any, device: torch.device) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.to(device)
+    try:
+        return torch.from_numpy(np.array(values)).to(device)  # a copy: it may be written, whatever its strides were
+    except (TypeError, ValueError) as error:
+        raise TreeTypeError(f"values are {values!r:.100}; expected a tensor, array or list of numbers") from error

@@ -72,7 +72,7 @@ class PolicyLoss:
         weights: Tensor | None = None,
         normalizer: float | Tensor | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """Return the loss, a scalar with the dtype of logprobs, and its metrics.
+        """Return the loss, a scalar with the dtype of logprobs, but float32 at least, and its metrics.
 
         Args:
             logprobs: [M], of `sample_logprobs`.
@@ -94,7 +94,7 @@ class PolicyLoss:
         """
         given = {"old_logprobs": old_logprobs, "advantages": advantages, "ref_logprobs": ref_logprobs}
         given |= {"entropies": entropies, "weights": weights}
-        old, gain, ref, entropy, factor = _columns(logprobs, edges, given)
+        logprobs, old, gain, ref, entropy, factor = _columns(logprobs, edges, given)
         if (self.kl_coef and ref is None) or (self.entropy_coef and entropy is None):
             raise TreeError("kl_coef needs ref_logprobs, and entropy_coef needs entropies")
         change = logprobs - (logprobs.detach() if old is None else old)
@@ -128,7 +128,7 @@ def value_loss(
     normalizer: float | Tensor | None = None,
     clip: float | None = 0.2,
 ) -> tuple[Tensor, Metrics]:
-    """Return the clipped loss of a critic, a scalar with the dtype of values, and its metrics.
+    """Return the clipped loss of a critic, a scalar with the dtype of values, but float32 at least, and its metrics.
 
     A token's loss is max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, as in PPO of TRL and verl.
 
@@ -144,7 +144,7 @@ def value_loss(
     Raises: TreeError (E801): another loss_type, and as `PolicyLoss` does.
     """
     _check_type(loss_type)
-    old, target = _columns(values, edges, {"old_values": old_values, "returns": returns})
+    values, old, target = _columns(values, edges, {"old_values": old_values, "returns": returns})
     loss = (values - target).square()
     means = {"value": values}
     if clip is not None:
@@ -160,14 +160,16 @@ def _check_type(loss_type: str) -> None:
 
 
 def _columns(mine: Tensor, edges: LossEdges, given: dict[str, Tensor | None]) -> list[Any]:
-    """Return the given columns with the dtype and device of mine, and None for None."""
-    for name, column in {"the first argument": mine, **given}.items():
+    """Return mine and the given columns with its dtype, but float32 at least, on its device; and None for None."""
+    columns = {"the first argument": mine, **given}
+    for name, column in columns.items():
         if column is not None and column.shape != edges.sample_edge.shape:
             raise TreeError(
                 f"{name} has shape {list(column.shape)}; expected [{edges.num_loss_tokens}], a value for each "
                 "supervised token, as of sample_logprobs. edges.field and PaddedRollouts.fold bring values there"
             )
-    return [column if column is None else column.to(mine) for column in given.values()]
+    dtype = torch.promote_types(mine.dtype, torch.float32)  # a sum, and a count of tokens, needs more than bfloat16
+    return [column if column is None else column.to(mine.device, dtype) for column in columns.values()]
 
 
 def _sample_means(values: Tensor, edges: LossEdges) -> Tensor:
@@ -182,10 +184,8 @@ def _reduced(loss: Tensor, edges: LossEdges, loss_type: str, normalizer: float |
             "pass what the sum is divided by as `normalizer`: samples * max_completion_length for dr_grpo; the total "
             "of the step where these samples have no supervised token"
         )
-    if loss_type != "grpo":
-        return loss.sum() / (len(loss) if normalizer is None else normalizer)
-    means = _sample_means(loss, edges)
-    return means.sum() / (len(means) if normalizer is None else normalizer)
+    parts = _sample_means(loss, edges) if loss_type == "grpo" else loss
+    return (parts.sum() / (len(parts) if normalizer is None else normalizer)).to(loss)
 
 
 @torch.no_grad()

@@ -143,9 +143,10 @@ def unpadded(input_ids: Any, attention_mask: Any, response_mask: Any) -> Unpadde
     Raises:
         TreeError (E801): there is no row, a shape does not fit, a mask has values other than 0 and 1, a row has no
             token or padding between its tokens, or a target is padding or the first token of its row.
-        TreeTypeError (E801): the ids are no integers.
+        TreeTypeError (E801): the ids are no integers, or something is no array.
     """
-    ids, seen, targets = _padded(_array(input_ids), _array(attention_mask), _array(response_mask))
+    given = {"input_ids": input_ids, "attention_mask": attention_mask, "response_mask": response_mask}
+    ids, seen, targets = _padded(*(_rectangle(values, name) for name, values in given.items()))
     rows, columns, width = *ids.shape, targets.shape[1]
     lengths, firsts = seen.sum(1), seen.argmax(1)
     _refuse(lengths == 0, "has no token: cut rows off that are padding only")
@@ -162,6 +163,14 @@ def unpadded(input_ids: Any, attention_mask: Any, response_mask: Any) -> Unpadde
     _check_range(flat, offsets, "row {}".format)
     prompts = seen[:, : columns - width].sum(1) if width < columns else np.full(rows, -1)
     return Unpadded(flat, offsets, whole[seen], prompts)
+
+
+def _rectangle(values: Any, name: str) -> npt.NDArray[Any]:
+    is_bfloat16 = str(getattr(values, "dtype", None)) == "torch.bfloat16"  # NumPy has no such type
+    try:
+        return _array(values.float() if is_bfloat16 else values)
+    except ValueError as error:
+        raise TreeTypeError(f"{name} is {values!r:.100}; expected a tensor, an array, or rows of one length") from error
 
 
 def _padded(

@@ -7,7 +7,6 @@ that come in steps, such as each eighth one for a rank of eight, are located in 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from copy import copy
 from itertools import pairwise
 from math import gcd
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from niels_gpt.sampling.stream import Located, Samples, Stream
-from niels_gpt.storage.errors import NoLength, OutOfRange
+from niels_gpt.storage.errors import NoLength, OutOfRange, PositionError
 from niels_gpt.storage.meta_json import checked_int
 
 BLOCK = 4096
@@ -48,8 +47,8 @@ class RandomAccess:
         """stream: one whose rows have numbers, so not a RolloutStream.
 
         length: how many rows of it, from row 0 on; None: all.
-        Raises: NoLength (a TypeError, E109) for all rows of a stream without end; ValueError for another stream, and
-            for a length above the stream's.
+        Raises: NoLength (a TypeError, E109) for all rows of a stream without end; ValueError for another stream, for a
+            length above the stream's, and for one that leaves no row after a change.
         """
         samples = getattr(stream, "samples", None)
         if not isinstance(samples, Samples):
@@ -62,7 +61,7 @@ class RandomAccess:
                     "when_exhausted=), or pass length="
                 )
             length = end
-        self._length = checked_int("length", length, 1)
+        self._length = checked_int("length", length, samples.origin.sample + 1)
         if end is not None and length > end:
             raise ValueError(f"length={length}: expected at most the {end} samples of the stream")
         self.samples = copy(samples)  # a state that the stream loads may change them
@@ -86,64 +85,42 @@ class RandomAccess:
     def __getitem__(self, number: int) -> Any:
         """Return a row, as a batch of the stream's class with one row, on the CPU; its `state` is {}.
 
-        number: from 0; negative: from the end. Raises: IndexError (E106); CacheError for an id outside the vocabulary.
+        number: from 0; negative: from the end. Raises: IndexError (E106); ValueError (E106) for a row before the change
+            of a run; CacheError for an id outside the vocabulary.
         """
         number = index(number)
         if number < 0:
             number += self._length
-        self._check(number, number)
+        if not 0 <= number < self._length:
+            raise OutOfRange(f"row {number}: expected 0 to {self._length - 1}")
+        if number < (first := self.samples.origin.sample):  # an IndexError would end `for row in self` without a row
+            raise PositionError(f"row {number} is before the change of this run: expected {first} or more")
         self._recent.append(number)
-        return self._read((number,), None)
+        block = self._block_of(number) or self._located(number)
+        return block.located.read((number - block.first) // block.step, 1, "cpu").batch({})
 
-    def rows(self, numbers: Sequence[int]) -> Any:
-        """Return rows, in the order of their numbers, each from 0, as one batch; see `__getitem__`.
+    def _block_of(self, number: int) -> _Block | None:
+        for block in self._kept:
+            place, rest = divmod(number - block.first, block.step)
+            if not rest and 0 <= place < block.size:
+                return block
+        return None
 
-        Numbers in equal rising steps, such as a range, are located in blocks.
-        """
-        if len(numbers) == 1:
-            self._check(numbers[0], numbers[0])
-            return self[numbers[0]]
-        if not len(numbers):
-            return self._alone(numbers)
-        self._check(min(numbers), max(numbers))
-        step = numbers[1] - numbers[0]
-        is_even = step > 0 and all(b - a == step for a, b in pairwise(numbers))
-        return self._read(numbers, int(step)) if is_even else self._alone(numbers)
-
-    def _check(self, least: int, largest: int) -> None:
-        if least < (first := self.samples.origin.sample) or largest >= self._length:
-            number = least if least < first else largest
-            raise OutOfRange(f"row {number}: expected {first} to {self._length - 1}")
-
-    def _read(self, numbers: Sequence[int], step: int | None) -> Any:
-        """Return rows. step: by which the numbers rise; None: of one number."""
-        number, count = int(numbers[0]), len(numbers)
-        for _ in range(2):
-            for block in self._kept:
-                place, rest = divmod(number - block.first, block.step)
-                if not rest and 0 <= place <= block.size - count and step in (None, block.step):
-                    return block.located.read(place, count, "cpu").batch({})
-            if not self._keep(number, step):
-                break
-        return self._alone(numbers)
-
-    def _alone(self, numbers: Sequence[int]) -> Any:
-        return self.samples.locate(np.array(numbers, dtype=np.int64)).read(0, len(numbers), "cpu").batch({})
-
-    def _keep(self, number: int, step: int | None) -> bool:
-        """Locate the block of a number, if others of it will be asked for. step: as in `_read`."""
-        step = step or self._recent_step()
+    def _located(self, number: int) -> _Block:
+        """Return a block of a number that no block has; of this number alone if its neighbours are not asked for."""
+        step = self._recent_step()
         if not step:
-            return False
-        within = number % (BLOCK * step)  # blocks begin at multiples of their length, so that threads agree on them
-        first = number - within + within % step
-        first += -(-max(self.samples.origin.sample - first, 0) // step) * step
+            return _Block(number, 1, 1, self.samples.locate(np.array([number])))
         with self._lock:
-            if all((block.first, block.step) != (first, step) for block in self._kept):
-                numbers = np.arange(first, min(first + BLOCK * step, self._length), step, dtype=np.int64)
+            if (block := self._block_of(number)) is None:  # no other thread has located it in the meantime
+                # Blocks begin at multiples of their length, so that threads agree on them.
+                begin = number - number % (BLOCK * step)
+                first = max(begin, self.samples.origin.sample)
+                first += (number - first) % step
+                numbers = np.arange(first, min(begin + BLOCK * step, self._length), step)
                 block = _Block(first, step, len(numbers), self.samples.locate(numbers))
                 self._kept = (block, *self._kept[: _KEPT - 1])
-        return True
+        return block
 
     def _recent_step(self) -> int:
         """Return the step of the single rows that are asked for, also by threads out of order; 0: unknown."""

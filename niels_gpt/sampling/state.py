@@ -34,6 +34,7 @@ _CONTENT = ("split", "tokens", "samples", "manifest_sha256", "content_sha256", "
 _PROGRESS = ("epoch", "consumed_samples", "positions")
 _ARGUMENTS = ("weights", "when_exhausted", "block_size", "seed")
 _NO_IDENTITY = {*_PROGRESS, "checksum", "worker"}
+AS_IT_WAS = "Open the stream as it was, or start without the state"
 _DEPTH = 6  # of lists and dicts in a state
 
 
@@ -138,12 +139,11 @@ def check_identity(
     mine: dict[str, Any],
     where: str,
     allow_other_content: bool,
-    remedy: str = "Open the stream as it was, or start without the state",
+    remedy: str = AS_IT_WAS,
 ) -> None:
     """Raise unless a state belongs to a stream with this identity.
 
-    where: how errors begin. remedy: where the arguments are others. For a mixture or a stream of tokens it names
-        changed=True.
+    where: how errors begin. remedy: where the arguments are others.
     Raises: CacheError for other content, if that is not allowed, and for another tokenizer; ValueError for a state of
         another kind or of a stream with other arguments.
     """
@@ -152,8 +152,6 @@ def check_identity(
     if state.get("kind") != (kind := mine.get("kind")):
         found = f"kind is {shortened(state.get('kind'))}, expected {shortened(kind)} as in this stream"
         raise StateError(f"{where}: {found}. It belongs to another kind of stream: open that one")
-    if "changed=True" not in remedy and not {"sources", "T"}.isdisjoint(mine):
-        remedy = f"To continue its run with these arguments, load it with changed=True. {remedy}"
     for key, value in mine.items():
         if key not in state:
             raise StateError(f"{where}: lacks {key}, expected what state_dict() returned")
@@ -336,6 +334,7 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any], keys: Sequenc
 
 def _described(source: Mapping[str, Any]) -> str:
     """Return what a state says of a source, which has no name there."""
-    shown = [str(shortened(source[key])) for key in ("split", "content_sha256") if source.get(key) is not None]
+    names = ("split", "manifest_sha256", "content_sha256")  # a manifest is of an EAGLE-3 cache
+    shown = [str(shortened(source[key])) for key in names if source.get(key) is not None]
     unit = "tokens" if "tokens" in source else "samples"
     return printable(f"{' '.join(shown)}, {shortened(source.get(unit))} {unit}")

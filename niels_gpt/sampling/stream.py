@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from niels_gpt.display.tables import html_table
 from niels_gpt.sampling.state import (
+    AS_IT_WAS,
     MAX_SAMPLES,
     Origin,
     check_checksum,
@@ -320,8 +321,12 @@ class Stream(IterableDataset[B], Generic[B]):
         """Yield batches worker, worker + workers, ... of this rank, counted from the position, which stays.
 
         For a trainer with worker processes of its own, each with a copy of the stream. In turns they give what
-        iterating the stream gives. `batch.state` is right where all workers are taken in turns.
+        iterating the stream gives. `batch.state` is right where all workers are taken in turns. Raises: ValueError for
+        another worker; RuntimeError if `prefetch` reads ahead in the stream.
         """
+        if not 0 <= worker < workers:
+            raise ValueError(f"worker={worker}, workers={workers}: expected 0 <= worker < workers")
+        self.check_not_ahead()
         identity = self.identity()
         crc, copy = identity_crc(identity), copier(identity)
         for work, consumed, _ in self._work(self._consumed, worker, workers):
@@ -396,11 +401,12 @@ class Stream(IterableDataset[B], Generic[B]):
         """Return the state after `consumed` samples of all ranks: `batch.state` of a batch that ends there.
 
         For a reader by number, who counts samples itself; the stream's own position stays. Raises: StateError (a
-        ValueError) for a number after the stream's end.
+        ValueError) for a number after the stream's end, or before the change of a run.
         """
-        identity = self.identity()
-        if checked_int("consumed", consumed, 0) > (self.num_samples if self.num_samples is not None else MAX_SAMPLES):
-            raise StateError(f"consumed={consumed}: expected at most {self.num_samples}, where this stream ends")
+        identity, end = self.identity(), MAX_SAMPLES if self.num_samples is None else self.num_samples
+        first = identity.get("origin", {"sample": 0})["sample"]
+        if not first <= checked_int("consumed", consumed, 0) <= end:
+            raise StateError(f"consumed={consumed}: expected {first} to {end}, the samples of this stream")
         return sealed(copied(identity), identity_crc(identity), self._progress(consumed))
 
     def load_state_dict(
@@ -433,7 +439,8 @@ class Stream(IterableDataset[B], Generic[B]):
         if is_change:
             origin, report = continued(state, identity, samples.names(), samples.limits())
         else:
-            check_identity(state, identity, "state", allow_other_content)
+            remedy = f"To continue its run with these arguments, load it with changed=True. {AS_IT_WAS}"
+            check_identity(state, identity, "state", allow_other_content, remedy)
             origin = origin_of(state, len(before.positions))
         try:
             if origin != before:

@@ -68,12 +68,11 @@ class Numbered:
 
     def check(self, args: TrainingArguments) -> None:
         """Raise UsageError for settings with which Trainer would repeat, drop or reorder rows."""
-        size, steps, left = self.stream.global_batch_size, args.max_steps, self._samples_left(0)
         config: Any = args.accelerator_config
         checked = {
             "train_sampling_strategy": (args.train_sampling_strategy, "sequential"),
             "ignore_data_skip": (args.ignore_data_skip, False),
-            "dataloader_in_order": (args.dataloader_in_order, True),
+            "dataloader_in_order": (getattr(args, "dataloader_in_order", True), True),
             "auto_find_batch_size": (args.auto_find_batch_size, False),
             "accelerator_config.split_batches": (bool(config.split_batches), False),
             "accelerator_config.dispatch_batches": (bool(config.dispatch_batches), False),
@@ -82,12 +81,18 @@ class Numbered:
             if found != expected:
                 raise UsageError(f"{name}={found!r}: expected {expected!r}, or rows are served twice, or not at all")
         micro = args.train_batch_size * _data_parallel(args)
+        size = self.stream.global_batch_size
         if micro * args.gradient_accumulation_steps != size:
             raise UsageError(
                 f"global_batch_size={size} of the stream: a step of this Trainer takes {args.train_batch_size} rows x "
                 f"{args.gradient_accumulation_steps} accumulation steps x {_data_parallel(args)} processes. Open the "
                 "stream with their product, or change them"
             )
+        self._check_end(args, micro)
+
+    def _check_end(self, args: TrainingArguments, micro: int) -> None:
+        """Raise UsageError where a run would not end with the stream. micro: rows of all processes in one forward."""
+        size, steps, left = self.stream.global_batch_size, args.max_steps, self._samples_left(0)
         if left is None and steps <= 0:
             raise UsageError(f"max_steps={steps}: expected a number, because this {_kind(self.stream)} has no end")
         if left is not None and steps > -(-left // size):
@@ -144,7 +149,7 @@ class Numbered:
         return self._located(indices).read(indices[0] + self.shift, len(indices))
 
     def singly(self, indices: Sequence[int]) -> list[Batch]:
-        """Return consecutive samples, each as a batch. Raises: as `batch`."""
+        """Return consecutive samples, each as a batch. Raises: StreamUseError for others."""
         located = self._located(indices)
         return [located.read(index + self.shift, 1) for index in indices]
 

@@ -204,10 +204,22 @@ def test_a_mixture_takes_over_a_run_of_one_of_its_streams(tmp_path):
     with pytest.warns(UserWarning, match="resumed: .*/7; new: .*/6"):
         mixture.load_state_dict(state, changed=True)
     assert mixture.state_dict()["positions"] == [0, 6]
-    with pytest.warns(UserWarning, match="removed, after 6 samples: .*7 samples"):
+    with pytest.warns(UserWarning, match=f"removed, after 6 samples: '{state['manifest_sha256'][:8]}.*7 samples"):
         only = MixtureStream([stream(two, epochs=None)], [1], seed=0)
         only.load_state_dict(state, changed=True)
     assert only.consumed_samples == 6
+
+
+def test_a_stream_changes_its_seed_in_a_run_and_begins_a_new_epoch(tmp_path):
+    dataset = written("version 1", tmp_path, samples=7)
+    state = next(iter(stream(dataset))).state
+    other = stream(dataset, seed=1)
+    with refused("E108", "changed=True"):
+        other.load_state_dict(state)
+    with pytest.warns(UserWarning, match="a new epoch of .*which had 6 samples: seed 0 -> 1"):
+        other.load_state_dict(state, changed=True)
+    assert numbers_of(dataset, other) == numbers_of(dataset, stream(dataset, seed=1))
+    assert other.consumed_samples == 6 + 14
 
 
 def test_what_does_not_fit_together_is_refused(tmp_path):

@@ -131,7 +131,7 @@ def test_groups_keep_the_order_of_rows_and_share_nothing():
     data["input_ids"][1::2] = data["input_ids"][::2]  # the groups are equal in content
     data["attention_mask"][1::2], data["response_mask"][1::2] = data["attention_mask"][::2], data["response_mask"][::2]
     shared = PrefixForest.from_padded(*masks_of(data))
-    for uid in (data["uid"], data["uid"].tolist(), torch.tensor([0, 1] * 4)):
+    for uid in (data["uid"], data["uid"].tolist(), torch.tensor([0, 1] * 4), list(torch.tensor([0, 1] * 4))):
         apart = PrefixForest.from_padded(*masks_of(data), uid=uid)
         assert apart.samples() == shared.samples() and apart.num_tokens == 2 * shared.num_tokens
 
@@ -166,6 +166,26 @@ def test_the_code_of_the_page_runs():
     torch.testing.assert_close(names["log_probs"], wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_arrays_and_lists_of_any_layout_and_type_are_taken():
+    data = verl_batch()
+    wanted = PaddedRollouts.from_padded(*masks_of(data), columns={"old": data["old_log_probs"]})
+    reversed_twice = [np.flip(np.ascontiguousarray(np.flip(data[name].numpy(), 1)), 1) for name in MASKS]
+    old = np.asfortranarray(data["old_log_probs"].numpy())
+    for array in (*reversed_twice, old):
+        array.setflags(write=False)
+    lists = [data[name].tolist() for name in MASKS]
+    halves = [data["input_ids"].int(), data["attention_mask"].bfloat16(), data["response_mask"].t().bfloat16().t()]
+    for masks, column in (
+        (reversed_twice, old),
+        (lists, old.tolist()),
+        (halves, data["old_log_probs"].t().clone().t()),
+    ):
+        found = PaddedRollouts.from_padded(*masks, columns={"old": column})
+        assert torch.equal(found.forest.input_ids, wanted.forest.input_ids)
+        assert torch.equal(found.columns["old"], wanted.columns["old"]) and found.shape == wanted.shape
+        assert torch.equal(found.places, wanted.places)
+
+
 IDS = torch.tensor([[0, 5, 6, 7], [4, 5, 6, 0]])
 SEEN = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
 TARGETS = torch.tensor([[1, 1], [1, 0]])
@@ -192,9 +212,16 @@ TARGETS = torch.tensor([[1, 1], [1, 0]])
         ({"response_mask": TARGETS - 1}, TreeError),
         ({"response_mask": torch.tensor([[1, 1], [1, 1]])}, TreeError),  # padding
         ({"response_mask": torch.tensor([[0, 1, 0, 0], [0, 0, 0, 0]])}, TreeError),  # the first token of its row
+        ({"input_ids": [[1, 2], [3]]}, TreeTypeError),
+        ({"attention_mask": [[1, 1], [1]]}, TreeTypeError),
+        ({"response_mask": None}, TreeError),
         ({"uid": ["a"]}, TreeError),
+        ({"uid": 5}, TreeTypeError),
+        ({"uid": torch.tensor([[1], [2]])}, TreeTypeError),
         ({"columns": {"old": torch.zeros(2, 3)}}, TreeError),
         ({"columns": {"old": torch.zeros(3)}}, TreeError),
+        ({"columns": {"old": None}}, TreeTypeError),
+        ({"columns": {"old": [[1.0], [1.0, 2.0]]}}, TreeTypeError),
     ],
 )
 def test_what_does_not_fit_is_refused(changed, error):

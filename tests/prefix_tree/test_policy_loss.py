@@ -207,6 +207,23 @@ def test_weights_scale_the_clipped_term_alone(llama, data):
     torch.testing.assert_close(policy(logp, batch.edges, **batch.columns, weights=zeros + 1)[0], whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_values_of_half_a_float_are_counted_and_summed_in_float32(dtype):
+    """As of a critic in bfloat16: it has no 3,999, and float16 no sum above 65,504."""
+    ids = torch.arange(4000)[None] % 97
+    batch = PaddedRollouts.from_padded(ids, torch.ones_like(ids), torch.ones(1, 3999))
+    zeros, half = torch.zeros(3999), torch.full((3999,), 2.0, dtype=dtype, requires_grad=True)
+    columns = {"old_values": zeros + 2, "returns": zeros - 8}
+    critic, counts = value_loss(half, batch.edges, **columns, loss_type="dapo")
+    assert critic.dtype == torch.float32 and critic == 50 and counts["tokens"] == 3999 and counts["value"] == 2
+    policy = PolicyLoss("dapo", clip_high=40.0)
+    columns = {"old_logprobs": zeros + 2, "advantages": zeros - 50}
+    loss, counts = policy(half, batch.edges, **columns, normalizer=torch.tensor(3999.0, dtype=torch.float64))
+    assert loss.dtype == torch.float32 and loss == 50 and counts["tokens"] == 3999
+    loss.backward()
+    assert half.grad.dtype == dtype and half.grad.any()
+
+
 def test_samples_without_a_token_have_a_loss_of_zero_and_need_a_normalizer():
     edges = LossEdges.from_forest(PrefixForest.from_sequences([[1, 2], [3]], loss_mask=[[0, 0], [0]]))
     empty = torch.zeros(0, requires_grad=True)

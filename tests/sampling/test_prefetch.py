@@ -52,8 +52,9 @@ def test_while_it_is_read_ahead_a_stream_refuses_and_then_continues_after_the_la
     batches = prefetch(one, 3)
     taken = seen(islice(batches, 4))
     uses = [one.state_dict, lambda: next(iter(one)), lambda: prefetch(one), lambda: prefetch(loader)]
+    uses += [lambda: one.load_state_dict(taken[0][1]), lambda: next(one.part())]
     loader = DataLoader(one, batch_size=None)
-    for use in [*uses, lambda: one.load_state_dict(taken[0][1])]:
+    for use in uses:
         with pytest.raises(RuntimeError, match="prefetch reads ahead"):
             use()
     assert len(threads()) == 1

@@ -59,6 +59,9 @@ def test_parts_of_workers_in_turns_are_the_batches_from_the_position_on(root, ki
     turns = [batch for batches in zip_longest(*parts) for batch in batches if batch is not None]
     assert told(turns) == expected[1:]
     assert stream.state_dict() == expected[0][1]
+    for worker in (workers, -1):
+        with refused("E102", kind=ValueError):
+            next(stream.part(worker, workers))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in SLOW_TO_OPEN])

@@ -65,6 +65,13 @@ def opener(caches, **others):
     return opened
 
 
+def validation(caches):
+    """Return what gives the batches of a validation."""
+    return lambda rank, world_size: iter_eval(
+        caches / "pretrain" / "plain" / "train", B=2, T=12, rank=rank, world_size=world_size
+    )
+
+
 def rows_of(opened):
     return [batch.x.tolist() for batch in opened(0, 1)]
 
@@ -119,6 +126,38 @@ def test_checkpoint_of_an_error_has_the_batches_trained_before(caches, tmp_path)
         fit(StreamDataModule(opened), on_batch, max_epochs=1, callbacks=[Saver()])
     fit(StreamDataModule(opened), on_batch, max_epochs=1, ckpt_path=tmp_path / "error.ckpt")
     assert seen[:5] + seen[6:] == wanted
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("hook", "trained"),
+    [("on_train_batch_start", 3), ("on_train_batch_end", 4), ("on_validation_start", 4), ("on_validation_end", 4)],
+)
+def test_checkpoint_of_any_hook(caches, tmp_path, hook, trained, workers):
+    """Also between a batch that was fetched and its training, and around a validation in mid-epoch."""
+    opened, path, seen = opener(caches), tmp_path / "hook.ckpt", []
+    wanted = rows_of(opened)
+
+    class Validated(Tiny):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    def saved(trainer, *_):
+        if len(seen) == trained and not path.exists():
+            trainer.save_checkpoint(path)
+            trainer.should_stop = True
+
+    def on_batch(number, batch, loss):
+        seen.append(batch.x.tolist())
+
+    saver = Callback()
+    setattr(saver, hook, saved)
+    how = {"model": Validated, "max_steps": 8, "val_check_interval": 4, "num_sanity_val_steps": 0}
+    data = [StreamDataModule(opened, open_validation=validation(caches), num_workers=workers) for _ in range(2)]
+    fit(data[0], on_batch, callbacks=[saver], **how)
+    del seen[trained:]
+    fit(data[1], on_batch, ckpt_path=path, **how)
+    assert seen == wanted[:8]
 
 
 def test_fit_after_an_error_trains_on_the_batch_of_the_error(caches):
@@ -226,16 +265,17 @@ def test_checkpoint_without_a_position_is_refused(caches, tmp_path):
 def test_validation_of_each_rank(caches):
     """The function is called for each validation."""
     calls, sizes = [], []
+    of_rank = validation(caches)
 
     class Validated(Tiny):
         def validation_step(self, batch, batch_idx):
             sizes.append(int((batch[1] != -100).sum()))
 
-    def validation(rank, world_size):
+    def opened(rank, world_size):
         calls.append((rank, world_size))
-        return iter_eval(caches / "pretrain" / "plain" / "train", B=2, T=12, rank=rank, world_size=world_size)
+        return of_rank(rank, world_size)
 
-    data = StreamDataModule(opener(caches), open_validation=validation)
+    data = StreamDataModule(opener(caches), open_validation=opened)
     fit(data, model=Validated, max_steps=4, val_check_interval=2, num_sanity_val_steps=0)
     assert calls == [(0, 1)] * 2
     assert sum(sizes) == 2 * 181

@@ -13,7 +13,7 @@ pytest.importorskip("trl", reason="the extra `rl` brings it, transformers and ac
 from support.documents import blocks_of
 from support.small_builds import rollout_groups, rollouts
 from support.trainer_runs import KILLED_AT, STEPS, run, steps
-from support.transformers_script import build_caches, llama, open_stream, settings, trainer
+from support.transformers_script import build_caches, llama, open_stream, settings, tokenizer, trainer
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
@@ -223,6 +223,16 @@ def test_trainer_of_other_settings_and_a_sampler_that_shuffles_are_refused(cache
     with pytest.raises(StreamUseError):
         next(iter(DataLoader(rows, batch_size=4, shuffle=True)))
     assert rows[-1]["input_ids"].equal(rows[len(rows) - 1]["input_ids"])
+
+
+@pytest.mark.parametrize("name", ["packed", "chats"])
+def test_a_tokenizer_that_trainer_has_pads_nothing(caches, tmp_path, name):
+    rows, position = as_rows(open_stream(caches, name), settings(tmp_path, max_steps=1), dtype=torch.float64)
+    args = settings(tmp_path, max_steps=1)
+    made = Trainer(llama(), args, train_dataset=rows, callbacks=[position], processing_class=tokenizer())
+    batch = next(iter(made.get_train_dataloader()))
+    for key, expected in batches(open_stream(caches, name), 1)[0].for_transformers(dtype=torch.float64).items():
+        assert batch[key].equal(expected)
 
 
 def test_a_stream_itself_names_the_adapter(caches, tmp_path):

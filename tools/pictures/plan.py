@@ -19,7 +19,7 @@ TOGETHER = {
 OTHERS = {0: "work, paths", 2: "engine", 3: "kinds", 5: "commands"}
 """The box of every other module beside the packages, by its level."""
 LEVELS = (
-    ("commands and Dagster", ("commands", "pipelines"), VIOLET),
+    ("commands, Dagster, trainers", ("commands", "pipelines", "trainers"), VIOLET),
     ("source + tokenizer + builder", ("recipes",), ORANGE),
     ("finished caches", ("kinds", "exchange", "sampling", "eagle3", "prefix_tree"), GREEN),
     ("build and read", ("engine", "cache"), BLUE),
