@@ -163,7 +163,8 @@ class Stream(IterableDataset[B], Generic[B]):
         self._warn_of_last_batch(stacklevel=4)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_ahead" not in state or "epochs" not in state:
+        lacks_origin = "samples" in state and not hasattr(state["samples"], "origin")
+        if lacks_origin or "_ahead" not in state or "epochs" not in state:
             raise ValueError("a stream pickled by an earlier release: open it again and load its state")
         self.__dict__.update(state, _iterator=None, _ahead=None)
         # Bytes that are not shared: the copy was not made for a worker, and may get its own workers.

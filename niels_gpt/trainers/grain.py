@@ -70,8 +70,9 @@ class StreamDataset(grain.IterDataset[Arrays]):
         Raises: StreamUseError (E109) for a stream of rollouts, and for one whose device is not the CPU.
         """
         super().__init__()
-        if not hasattr(stream, "samples") or stream.device != "cpu":
-            found = f"a {type(stream).__name__} with device={stream.device!r}"
+        device = getattr(stream, "device", None)
+        if not hasattr(stream, "samples") or device != "cpu":
+            found = f"a {type(stream).__name__} with device={device!r}"
             raise StreamUseError(f"{found}, expected a stream of rows of tokens with device='cpu': Grain's are arrays")
         self._stream, self._options = stream, multiprocessing_options
         self._worker: tuple[int, int] | None = None
@@ -121,8 +122,8 @@ class _Batches(grain.DatasetIterator[Arrays]):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on where a state was taken. Raises: the errors of `Stream.load_state_dict`."""
-        if self._worker is not None:
-            if (given := state.get("worker")) != list(self._worker):
+        if self._worker is not None and "worker" in state:  # else of a worker that has given no batch yet
+            if (given := state["worker"]) != list(self._worker):
                 raise StateError(
                     f"state: of worker {shortened(given)} of mp_prefetch, expected {list(self._worker)}. For another "
                     "number of workers give them to StreamDataset(multiprocessing_options=)"

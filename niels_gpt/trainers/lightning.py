@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from niels_gpt.sampling.stream import Stream
-from niels_gpt.storage.errors import NoLength, StreamUseError
+from niels_gpt.storage.errors import NoLength, StateError, StreamUseError
 
 
 class StreamDataModule(LightningDataModule):
@@ -24,7 +24,8 @@ class StreamDataModule(LightningDataModule):
     A further fit goes on where the last one ended.
 
     A stream of some epochs is one epoch of Lightning: `Trainer(max_epochs=1)`. With `limit_train_batches` Lightning's
-    epochs are parts of the stream, one after the other. One without end takes `max_steps`, or `limit_train_batches`.
+    epochs are parts of the stream, one after the other. The last part may be shorter: Lightning, which counts to the
+    limit, does not validate after it. A stream without end takes `max_steps`, or `limit_train_batches`.
     """
 
     def __init__(
@@ -39,15 +40,21 @@ class StreamDataModule(LightningDataModule):
         open_stream: returns the stream at its start; called where an epoch of Lightning begins.
         open_validation: returns the batches of one validation, such as `iter_eval(...)`.
         loader: arguments of the DataLoader for training, such as num_workers and pin_memory.
+        Raises: StreamUseError for an argument that would change batches or their order.
         """
         super().__init__()
+        if taken := loader.keys() & {"batch_size", "collate_fn", "in_order"}:
+            raise StreamUseError(
+                f"{', '.join(sorted(taken))} of the DataLoader: batches and their order are the stream's. Change "
+                "them in open_stream, or in training_step"
+            )
         self._open_stream, self._open_validation, self._loader = open_stream, open_validation, loader
         if open_validation is not None:  # else the model's own val_dataloader is asked
             self.val_dataloader = self._validation  # type: ignore[method-assign]
         self._before: dict[str, Any] | None = None  # the state before the batch that was taken last
         self._after: dict[str, Any] | None = None  # and after it; None: the start of the stream
-        self._taken = 0  # how many batches Lightning had begun when it took that one
-        self._batch_size = 0  # of all batches until there; 0: not known, or it was changed
+        self._total: Any = None  # Lightning's counts of batches, which it keeps up to date
+        self._counts = 0, 0  # of those that were started and processed before that one
 
     def _ranks(self) -> tuple[int, int]:
         if self.trainer is None:
@@ -58,30 +65,42 @@ class StreamDataModule(LightningDataModule):
     def train_dataloader(self) -> Iterable[Any]:
         """Return an iterable over the batches after the last one that was trained on.
 
-        Raises: what open_stream and `Stream.load_state_dict` raise, as StateError for a state of other data;
-            StreamUseError for a stream of another rank or world size, and for a training_step with `dataloader_iter`.
+        Raises: what open_stream and `Stream.load_state_dict` raise, as StateError for a state of other data; StateError
+            for a checkpoint without a position; StreamUseError for a stream of another rank or world size, for
+            `overfit_batches`, and for a training_step with `dataloader_iter`.
         """
-        ranks = self._ranks()
-        assert self.trainer is not None
-        if "dataloader_iter" in inspect.signature(self.trainer.lightning_module.training_step).parameters:
+        ranks, trainer = self._ranks(), cast(Any, self.trainer)
+        if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
             raise StreamUseError(
                 "training_step(dataloader_iter) does not tell which batch is trained on, and a checkpoint needs its "
                 "position: expected training_step(batch, batch_idx)"
             )
+        if trainer.overfit_batches:
+            raise StreamUseError("overfit_batches: each epoch of Lightning goes on in the stream, to other batches")
+        loop = trainer.fit_loop
+        if loop.restarting and loop.epoch_loop.batch_progress.total.processed and self._after is None:
+            raise StateError(
+                f"the checkpoint was trained on batches, and has no position of a {type(self).__name__}. To start the "
+                "data at its beginning, load the model's weights alone, without ckpt_path"
+            )
 
-        def opened() -> tuple[Stream[Any], bool]:
+        def opened() -> Stream[Any]:
             stream = self._open_stream(*ranks)
             if (stream.rank, stream.world_size) != ranks:
                 found = f"rank {stream.rank} of {stream.world_size}"
                 raise StreamUseError(f"open_stream{ranks} returned a stream of {found}: pass on both arguments")
-            if self._after is None:
-                self._batch_size = stream.global_batch_size
-            else:
+            self._before = self._after = self._position()
+            if self._after is not None:
                 stream.load_state_dict(self._after)
-                self._batch_size *= self._batch_size == stream.global_batch_size
-            return stream, self._batch_size > 0
+            return stream
 
-        return _Batches(opened, self._loader)
+        def counted() -> tuple[int, int]:
+            """Return how many batches of Lightning's epoch were trained on, and samples of the stream."""
+            position = self._position()
+            trained = loop.epoch_loop.batch_progress.current.processed if loop.restarting else 0
+            return trained, 0 if position is None else position["consumed_samples"]
+
+        return _Batches(opened, counted, self._loader)
 
     def _validation(self) -> Iterable[Any]:
         assert self._open_validation is not None
@@ -92,53 +111,65 @@ class StreamDataModule(LightningDataModule):
         if self.trainer is None:
             return batch
         if self.trainer.training:
-            self._before, self._after = self._after, batch.state
-            self._taken = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+            self._before, self._after = self._position(), batch.state
+            self._total = self.trainer.fit_loop.epoch_loop.batch_progress.total
+            self._counts = self._total.started, self._total.processed
         return self.trainer.lightning_module.on_before_batch_transfer(batch, dataloader_idx)
+
+    def _position(self) -> dict[str, Any] | None:
+        """Return the state after the last batch that was trained on: not the one taken last if an error came first."""
+        if self._after is self._before:
+            return self._after
+        started, processed = self._counts
+        return self._after if self._total.started > started and self._total.processed > processed else self._before
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was trained on, equal on all ranks. Lightning calls this."""
-        state = self._after
-        if self.trainer is not None and self._after is not self._before:
-            progress = self.trainer.fit_loop.epoch_loop.batch_progress
-            current: Any = progress.current
-            if progress.total.ready == self._taken or current.processed < current.ready:
-                state = self._before  # an error came first, and this is the checkpoint of what was trained
-        return {"stream": state, "global_batch_size": self._batch_size}
+        return {"stream": self._position()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the position at which the stream is opened next. Lightning calls this."""
         self._before = self._after = state_dict["stream"]
-        self._batch_size = state_dict["global_batch_size"]
 
 
 class _Batches:
     """An iterable over a stream, opened again for each epoch of Lightning."""
 
-    def __init__(self, opened: Callable[[], tuple[Stream[Any], bool]], loader: dict[str, Any]) -> None:
-        self._opened, self._loader = opened, loader
-        (self._stream, self._is_counted), self._is_new = opened(), True
+    def __init__(
+        self, opened: Callable[[], Stream[Any]], counted: Callable[[], tuple[int, int]], loader: dict[str, Any]
+    ) -> None:
+        self._opened, self._counted, self._loader = opened, counted, loader
+        self._stream, self._is_new = opened(), True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches from the stream's position on. Lightning also calls this to see whether it works."""
+        """Yield the batches from the position on. Lightning also calls this to see whether it works, and takes none.
+
+        Raises: StreamUseError where the stream has ended: the epoch would be empty.
+        """
         if not self._is_new:
-            self._stream, self._is_counted = self._opened()
+            self._stream = self._opened()
         self._is_new, stream = False, self._stream
-        if stream.consumed_samples == stream.num_samples:
+        if stream.num_samples is not None and not self._left():
             raise StreamUseError(
-                f"the stream has ended: all of its {stream.num_samples} samples were trained on, and an epoch of "
-                "Lightning is to begin. Pass Trainer(max_epochs=1), and to open_stream how many epochs to train on"
+                f"the stream has ended after its {stream.num_samples} samples, and an epoch of Lightning is to begin. "
+                "Pass Trainer(max_epochs=1), and to open_stream how many epochs to train on"
             )
         yield from DataLoader(stream, batch_size=None, **self._loader)
 
     def __len__(self) -> int:
-        """Return the batches of the whole stream: Lightning counts on from the batches before a checkpoint.
+        """Return the batches of this epoch of Lightning, if nothing limits it: those before a checkpoint and the rest.
 
-        Raises: NoLength for a stream without end, and where earlier batches had another size.
+        At least 1: after the end Lightning shall ask for a batch, and get the error. Raises: NoLength.
         """
-        if not self._is_counted:
-            raise NoLength("batches of this run had another global_batch_size, so their number says nothing")
-        return len(self._stream)
+        return max(1, self._counted()[0] + self._left())
+
+    def _left(self) -> int:
+        """Return how many batches are not trained on yet. Raises: NoLength for a stream without end."""
+        stream, consumed = self._stream, self._counted()[1]
+        if stream.num_samples is None:
+            raise NoLength(f"this {type(stream).__name__} has no end and no length")
+        left = stream.num_samples - consumed + (0 if stream.drop_last else stream.global_batch_size - 1)
+        return left // stream.global_batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the data module has the position. Lightning warns of a loader without these two methods."""

@@ -2,7 +2,7 @@
 
     CacheRows           one cache, and which rows of it; several make a mixture
     StreamDataLoader    its BaseDataLoader: `config.dataloader = StreamDataLoader.Config(sources=[CacheRows(...)])`
-    SequenceSource        a SourceConfig for the Grain loader of its main branch (pull request 4088): rows by number
+    SequenceSource      a SourceConfig for the Grain loader of its main branch (pull request 4088): rows by number
 
 torchtitan says which part of the data a loader gives, how many rows, and of which length. The global batch is that of
 all data-parallel ranks: rank r of W has rows r * B up to (r + 1) * B of each W * B rows, in one order that the seed
@@ -72,7 +72,12 @@ class CacheRows:
     """Of windows: see `EpochStream`."""
 
     def open(self, **arguments: Any) -> Stream[Batch]:
-        """Open the stream with the other arguments of its class. Raises: UsageError for an option that it lacks."""
+        """Open the stream with the other arguments of its class.
+
+        Raises: UsageError for other rows than those above, and for an option that they lack; the errors of the stream.
+        """
+        if self.rows not in _STREAMS:
+            raise UsageError(f"{self.cache}: rows={shortened(self.rows)}, expected one of {', '.join(_STREAMS)}")
         opener, made, takes = _STREAMS[self.rows]
         options = {name: getattr(self, name) for name in ("over_length", "require_targets", "random_offset")}
         options = {name: value for name, value in options.items() if value}
@@ -91,9 +96,9 @@ def _opened(config: Any, *, infinite: bool, drop_last: bool = False, **shape: in
         raise UsageError(f"{type(config).__qualname__}: expected either sources or open")
     if config.open is not None:
         stream: Stream[Any] = config.open(**shape)
-        for name, value in shape.items():
+        for name, value in {**shape, "device": "cpu"}.items():
             if getattr(stream, name, None) != value:
-                raise UsageError(f"open: {stream!r}, expected {name}={value}, with which it was called")
+                raise UsageError(f"open: {stream!r}, expected a stream with {name}={value!r}")
         if stream.num_samples is None and not infinite:
             raise UsageError(f"open: {stream!r} has no end, expected one because of infinite=False")
         return stream
@@ -151,7 +156,7 @@ class StreamDataLoader(BaseDataLoader):
         sources: list[CacheRows] = field(default_factory=list)
         """One cache, or several that are mixed by their weights, with exact shares."""
         open: Annotated[Callable[..., Stream[Any]] | None, tyro.conf.Suppress] = None
-        """Instead of sources: a function that opens a stream of T, global_batch_size, rank and world_size.
+        """Instead of sources: a function that opens a stream of T, global_batch_size, rank and world_size, on the CPU.
 
         Seed and drop_last are then its own.
         """
@@ -208,7 +213,11 @@ class StreamDataLoader(BaseDataLoader):
         return self._stream
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Yield batches from the current position on. Raises: the errors of `Stream.__iter__`."""
+        """Yield batches from the current position on.
+
+        Raises: the errors of `Stream.__iter__`, as after the end. A second time with workers it asks for a state to be
+            loaded first, which may be the loader's own.
+        """
         batches = self._batches = self._read()
         for inputs, labels, state in batches:
             if self._batches is not batches:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import ROOT
 from support.float64_models import VOCAB, float64_llama
-from support.padded_batches import PROMPT, RESPONSE, gradient, unfolded, verl_batch
+from support.padded_batches import PROMPT, gradient, unfolded, verl_batch
 
 from niels_gpt.prefix_tree.bins import pack
 from niels_gpt.prefix_tree.edges import LossEdges, at_predictions, edge_logprobs, sample_logprobs
@@ -288,4 +288,3 @@ def test_a_critic_on_folded_rows_is_that_of_the_padded_batch(llama, data, clip):
     assert float(metrics["value"]) == pytest.approx(float(values[mask].detach().mean()))
     if clip is not None:
         assert float(metrics["clip_share"]) == pytest.approx(float(share)) and share > 0
-    assert mask.shape[1] == RESPONSE

@@ -128,6 +128,15 @@ def test_a_pickled_stream_goes_on_with_the_same_batches(root, kind):
     assert told(pickle.loads(pickled)) == expected == told(stream)
 
 
+@pytest.mark.parametrize("lacking", ["epochs", "origin"])
+def test_a_pickle_of_an_earlier_release_is_refused(root, lacking):
+    stream = opened("windows", root)
+    delattr(stream.samples if lacking == "origin" else stream, lacking)
+    pickled = pickle.dumps(stream)
+    with refused("E102", "earlier release", kind=ValueError):
+        pickle.loads(pickled)
+
+
 def test_a_pickle_carries_no_tokens(tmp_path):
     chats = [[{"role": "user", "content": "abc"}, {"role": "assistant", "content": "d" * 90}]] * 200
     build_sft(chats, tmp_path / "chats", tokenizer=ByteTokenizer(), val_frac=0, seed=0)

@@ -19,6 +19,7 @@ from support.mixed_caches import build_three, open_mixture
 from support.streams import KINDS, build_caches, opened
 
 from niels_gpt.cache import CacheError
+from niels_gpt.sampling import prefetch
 from niels_gpt.trainers.grain import StreamDataset, StreamSource, arrays, maxtext
 
 pytestmark = [
@@ -183,7 +184,7 @@ def test_a_state_of_other_data_is_refused(root, tmp_path, kind):
 
 
 def test_what_cannot_be_is_refused(root):
-    for stream in (opened("rollouts", root), opened("windows", root, device="meta")):
+    for stream in (opened("rollouts", root), opened("windows", root, device="meta"), prefetch(opened("windows", root))):
         with refused("E109", kind=RuntimeError):
             StreamDataset(stream)
     with refused("E109", kind=TypeError):
@@ -273,18 +274,22 @@ def test_maxtext_gets_packed_rows_as_grains_own_packing_makes_them(root):
 
 @pytest.mark.slow
 def test_worker_processes_make_the_same_batches(root):
-    """By Grain's mp_prefetch of rows by number, and of a StreamDataset, which is resumed by equally many."""
+    """By Grain's mp_prefetch of rows by number, and of a StreamDataset, which is resumed by equally many.
+
+    Also where one worker has given no batch, or none has: their states are the dataset's.
+    """
     two = MultiprocessingOptions(num_workers=2)
     expected = told(map(arrays, opened("packed", root)))
     rows = grain.MapDataset.source(StreamSource(opened("packed", root)))
     assert told(rows.batch(6).to_iter_dataset().mp_prefetch(two)) == expected
     outside = StreamDataset(opened("packed", root)).mp_prefetch(two)
-    batches = iter(outside)
-    begun, state = told(islice(batches, 3)), saved(batches.get_state())
-    batches.close()
-    again = iter(outside)
-    again.set_state(state)
-    assert begun + told(again) == expected
+    for count in (0, 1, 3):
+        batches = iter(outside)
+        begun, state = told(islice(batches, count)), saved(batches.get_state())
+        batches.close()
+        again = iter(outside)
+        again.set_state(state)
+        assert begun + told(again) == expected
 
 
 @pytest.mark.slow

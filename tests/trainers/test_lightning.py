@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from support import ROOT, lightning_run, trainer_runs
 from support.documents import blocks_of
 from support.lightning_run import QUIET, Tiny
@@ -160,29 +160,106 @@ def test_checkpoint_of_any_hook(caches, tmp_path, hook, trained, workers):
     assert seen == wanted[:8]
 
 
-def test_another_batch_size_serves_the_rest(caches, tmp_path):
-    """Lightning counts batches, and would end too early if it knew how many larger ones there are.
+def test_fit_after_an_error_trains_on_the_batch_of_the_error(caches):
+    """By the same data module, and another Trainer."""
+    opened, seen = opener(caches), []
+    data = StreamDataModule(opened)
 
-    It also counts an epoch where max_steps ends one, so the rest is the third.
-    """
-    opened, rows = opener(caches), []
+    def on_batch(number, batch, loss):
+        if len(seen) == 5 and number == 6:
+            raise Failed
+        seen.append(batch.x.tolist())
+
+    with pytest.raises(Failed):
+        fit(data, on_batch, max_epochs=1)
+    fit(data, on_batch, max_epochs=1)
+    assert seen == rows_of(opened)
+
+
+def test_batch_that_ends_an_epoch_untrained_begins_the_next(caches):
+    opened, seen = opener(caches), []
+
+    class Skips(Tiny):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 3 else None
+
+    fit(
+        StreamDataModule(opened),
+        lambda _, batch, __: seen.append(batch.x.tolist()),
+        model=Skips,
+        max_epochs=2,
+        limit_train_batches=5,
+    )
+    assert seen == rows_of(opened)[:6]
+
+
+def test_last_batches_are_stepped_on_though_lightning_expected_more(caches, tmp_path):
+    """An epoch ends before its limit, and after a checkpoint of smaller batches: gradients of 4 batches accumulate."""
+    stepped, seen = [], []
+
+    class Steps(Tiny):
+        def on_before_optimizer_step(self, optimizer):
+            stepped.append(self.trainer.fit_loop.epoch_loop.total_batch_idx + 1)
+
+    def on_batch(number, batch, loss):
+        seen.append(batch.x.tolist())
+
+    opened, how = opener(caches), {"model": Steps, "accumulate_grad_batches": 4}
+    fit(StreamDataModule(opened), on_batch, max_epochs=3, limit_train_batches=4, **how)
+    assert seen == rows_of(opened) and len(seen) == 10
+    assert stepped == [4, 8, 10]
+    data = StreamDataModule(opened)
+    fit(data, max_steps=1, **how)
+    stepped.clear()
+    fit(data, max_epochs=1, **how)
+    assert stepped == [4, 6]
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_another_batch_size_serves_the_rest(caches, tmp_path, accumulated):
+    """Lightning counts batches, so it is told how many of the new size are left."""
+    opened, rows, stepped = opener(caches), [], []
     wanted = [row for batch in rows_of(opened) for row in batch]
+
+    class Steps(Tiny):
+        def on_before_optimizer_step(self, optimizer):
+            stepped.append(len(rows))
+
+    class Saver(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / "3.ckpt")
+                raise Failed
 
     def on_batch(number, batch, loss):
         rows.extend(batch.x.tolist())
 
-    fit(StreamDataModule(opened), on_batch, max_steps=5).save_checkpoint(tmp_path / "5.ckpt")
-    fit(StreamDataModule(opener(caches, G=8)), on_batch, max_steps=6, ckpt_path=tmp_path / "5.ckpt").save_checkpoint(
-        tmp_path / "6.ckpt"
-    )
-    fit(StreamDataModule(opener(caches, G=8)), on_batch, max_epochs=3, ckpt_path=tmp_path / "6.ckpt")
+    how = {"max_epochs": 1, "accumulate_grad_batches": accumulated, "model": Steps}
+    with pytest.raises(Failed):
+        fit(StreamDataModule(opened), on_batch, callbacks=[Saver()], **how)
+    fit(StreamDataModule(opener(caches, G=8)), on_batch, ckpt_path=tmp_path / "3.ckpt", **how)
     assert rows == wanted
+    assert stepped == ([4, 8, 12, 20, 28, 36, 39] if accumulated == 1 else [12, 36, 39])
 
 
 def test_checkpoint_of_other_data_is_refused(caches, tmp_path):
     fit(StreamDataModule(opener(caches)), max_steps=2).save_checkpoint(tmp_path / "2.ckpt")
     with pytest.raises(StateError):
         fit(StreamDataModule(opener(caches, seed=9)), max_steps=4, ckpt_path=tmp_path / "2.ckpt")
+
+
+def test_checkpoint_without_a_position_is_refused(caches, tmp_path):
+    """Of another data module; but one of a model before its first batch begins at the start."""
+
+    class Other(LightningDataModule):
+        def train_dataloader(self):
+            return opener(caches)(0, 1)
+
+    fit(Other(), max_steps=2).save_checkpoint(tmp_path / "2.ckpt")
+    with pytest.raises(StateError):
+        fit(StreamDataModule(opener(caches)), max_steps=4, ckpt_path=tmp_path / "2.ckpt")
+    fit(StreamDataModule(opener(caches)), max_steps=0).save_checkpoint(tmp_path / "0.ckpt")
+    assert fit(StreamDataModule(opener(caches)), max_steps=1, ckpt_path=tmp_path / "0.ckpt").global_step == 1
 
 
 def test_validation_of_each_rank(caches):
@@ -228,6 +305,11 @@ def test_wrong_uses_are_refused(caches):
         fit(StreamDataModule(opener(caches, rank=1, world_size=2, drop_last=True)), max_steps=1)
     with pytest.raises(StreamUseError):
         StreamDataModule(opener(caches)).train_dataloader()
+    with pytest.raises(StreamUseError):
+        fit(StreamDataModule(opener(caches)), max_steps=1, overfit_batches=1)
+    for changes_batches in ({"batch_size": 2}, {"collate_fn": list}, {"in_order": False}):
+        with pytest.raises(StreamUseError):
+            StreamDataModule(opener(caches), **changes_batches)
 
 
 def test_the_lines_of_the_page_run(caches, tmp_path, monkeypatch):

@@ -144,7 +144,8 @@ def test_any_stream_that_a_function_opens(caches):
     first = next(iter(stream_of(caches, "packed", global_batch_size=6, rank=1, world_size=2)))
     assert listed(next(iter(loader)))[0] == first.x.tolist()
     alone = StreamDataLoader.Config(open=lambda **shape: stream_of(caches, "packed", **{**shape, "rank": 0}))
-    for wrong in (alone, dataclasses.replace(config, infinite=False)):
+    elsewhere = StreamDataLoader.Config(open=lambda **shape: stream_of(caches, "packed", device="meta", **shape))
+    for wrong in (alone, elsewhere, dataclasses.replace(config, infinite=False)):
         with pytest.raises(UsageError):
             wrong.build(dp_world_size=2, dp_rank=1, tokenizer=Ids(), seq_len=T, local_batch_size=3)
 
@@ -251,6 +252,7 @@ def test_fields_that_say_nothing_or_nothing_that_rows_have_are_refused(caches):
         StreamDataLoader.Config(),
         StreamDataLoader.Config(sources=[CacheRows(cache=pretrain)], open=stream_of),
         StreamDataLoader.Config(sources=[CacheRows(cache=pretrain)], dataset="c4"),
+        StreamDataLoader.Config(sources=[CacheRows(cache=pretrain, rows="tokens")]),
         StreamDataLoader.Config(sources=[CacheRows(cache=pretrain, over_length="drop")]),
         StreamDataLoader.Config(sources=[CacheRows(cache=pretrain, rows="packed", random_offset=True)]),
     ):
@@ -406,9 +408,16 @@ def test_an_iterator_that_was_left_behind_is_refused(caches):
     loader = loader_of(sources_of(caches, "packed"), num_workers=1)
     batches = iter(loader)
     _ = next(batches)
+    with pytest.raises(StreamUseError):
+        next(iter(loader))
+    batches = iter(loader)
+    loader.load_state_dict(loader.state_dict())
+    second = next(batches)
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(StreamUseError):
         next(batches)
+    whole = iter(loader_of(sources_of(caches, "packed")))
+    assert [listed(next(whole)) for _ in range(2)][1] == listed(second)
 
 
 # --- rows by number, for the Grain loader of its main branch ----------------------------------------------------------
