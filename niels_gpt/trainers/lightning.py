@@ -33,12 +33,14 @@ class StreamDataModule(LightningDataModule):
         open_stream: Callable[[int, int], Stream[Any]],
         *,
         open_validation: Callable[[int, int], Iterable[Any]] | None = None,
+        changed: bool = False,
         **loader: Any,
     ) -> None:
         """Keep the functions. Both get the rank of this process and the number of ranks, among those that share data.
 
         open_stream: returns the stream at its start; called where an epoch of Lightning begins.
         open_validation: returns the batches of one validation, such as `iter_eval(...)`.
+        changed: go on from a run with another T, seed, or other sources or weights: see `Stream.load_state_dict`.
         loader: arguments of the DataLoader for training, such as num_workers and pin_memory.
         Raises: StreamUseError for an argument that would change batches or their order.
         """
@@ -49,6 +51,7 @@ class StreamDataModule(LightningDataModule):
                 "them in open_stream, or in training_step"
             )
         self._open_stream, self._open_validation, self._loader = open_stream, open_validation, loader
+        self._changed = changed
         if open_validation is not None:  # else the model's own val_dataloader is asked
             self.val_dataloader = self._validation  # type: ignore[method-assign]
         self._before: dict[str, Any] | None = None  # the state before the batch that was taken last
@@ -91,7 +94,7 @@ class StreamDataModule(LightningDataModule):
                 raise StreamUseError(f"open_stream{ranks} returned a stream of {found}: pass on both arguments")
             self._before = self._after = self._position()
             if self._after is not None:
-                stream.load_state_dict(self._after)
+                stream.load_state_dict(self._after, changed=self._changed)
             return stream
 
         def counted() -> tuple[int, int]:

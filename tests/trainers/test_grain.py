@@ -160,6 +160,24 @@ def test_a_dataset_begins_where_its_stream_is(root):
     assert rows_of(dataset.batch(1).map(lambda batch: {name: values[0] for name, values in batch.items()})) == rows[6:]
 
 
+@pytest.mark.filterwarnings("ignore:.*the stream changes at sample")
+def test_a_dataset_goes_on_with_a_changed_stream(root):
+    begun = iter(StreamDataset(opened("packed", root)))
+    next(begun)
+    changed, expected = opened("packed", root, T=8), opened("packed", root, T=8)
+    for stream in (changed, expected):
+        stream.load_state_dict(begun.get_state(), changed=True)
+    batches, states = iter(StreamDataset(changed)), []
+    for batch in expected:
+        assert told([next(batches)]) == told([arrays(batch)])
+        assert batches.get_state() == batch.state
+        states.append(batch.state)
+    assert list(batches) == []
+    again = iter(StreamDataset(opened("packed", root, T=8)))
+    again.set_state(saved(states[0]))
+    assert len(list(again)) == len(states) - 1 > 0
+
+
 def test_a_closed_iterator_is_not_begun_again(root):
     batches = iter(StreamDataset(opened("packed", root)))
     next(batches)

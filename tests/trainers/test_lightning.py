@@ -12,7 +12,7 @@ from support.documents import blocks_of
 from support.lightning_run import QUIET, Tiny
 from support.mixed_caches import build_three, open_mixture
 
-from niels_gpt.sampling import iter_eval
+from niels_gpt.sampling import EpochStream, MixtureStream, iter_eval
 from niels_gpt.storage.errors import StateError, StreamUseError
 from niels_gpt.trainers.lightning import StreamDataModule
 
@@ -246,6 +246,26 @@ def test_checkpoint_of_other_data_is_refused(caches, tmp_path):
     fit(StreamDataModule(opener(caches)), max_steps=2).save_checkpoint(tmp_path / "2.ckpt")
     with pytest.raises(StateError):
         fit(StreamDataModule(opener(caches, seed=9)), max_steps=4, ckpt_path=tmp_path / "2.ckpt")
+
+
+@pytest.mark.filterwarnings("ignore:.*the mixture changes at sample")
+def test_run_goes_on_with_another_length_of_rows_where_that_is_said(caches, tmp_path):
+    """In two epochs of Lightning: each opens the changed stream again."""
+    data, seen = StreamDataModule(opener(caches)), []
+    fit(data, max_steps=2).save_checkpoint(tmp_path / "2.ckpt")
+
+    def shorter(rank, world_size):
+        stream = EpochStream(caches / "pretrain" / "plain" / "train", T=6, global_batch_size=4, seed=0)
+        return MixtureStream([stream], [1.0], seed=1, block_size=9, when_exhausted=3)
+
+    expected = shorter(0, 1)
+    expected.load_state_dict(data.state_dict()["stream"], changed=True)
+    how = {"ckpt_path": tmp_path / "2.ckpt", "max_epochs": 3, "limit_train_batches": 10}
+    with pytest.raises(StateError):
+        fit(StreamDataModule(shorter), **how)
+    fit(StreamDataModule(shorter, changed=True), lambda _, batch, __: seen.append(batch.x.tolist()), **how)
+    wanted = [batch.x.tolist() for batch in expected]
+    assert len(seen) > 15 and seen == wanted[: len(seen)]
 
 
 def test_checkpoint_without_a_position_is_refused(caches, tmp_path):
