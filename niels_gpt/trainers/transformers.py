@@ -141,12 +141,15 @@ class Numbered:
         how: see `load_state_dict` of the stream. Raises: its errors; StateError where Trainer counted other steps.
         """
         self.stream.load_state_dict(state, **how)
-        self.shift, self._ahead = self.stream.consumed_samples - step * self.stream.global_batch_size, None
+        size, served = self.stream.global_batch_size, self.stream.consumed_samples
+        if served == self.stream.num_samples:
+            served += -served % size  # the last batch, which may be short, is a step too
+        self.shift, self._ahead = served - step * size, None
         length = self._length(self.shift, args)
         if length != self.length:
             raise StateError(
                 f"state: after step {step}, {self.stream.consumed_samples} samples were served, not in batches of "
-                f"{self.stream.global_batch_size}: this run has {length} rows, and Trainer counts {self.length}. Open "
+                f"{size}: this run has {length} rows, and Trainer counts {self.length}. Open "
                 "the stream without an end, and pass max_steps; or resume with the batch size of the checkpoint"
             )
 
@@ -271,14 +274,14 @@ class Position(TrainerCallback):
         if not step:
             self._numbered.begin_at_start()
             return
-        saved = written.get(_KEY, {})
-        if saved.get("step") != step:  # Trainer copies what the checkpoint before had
+        saved = written.get(_KEY)
+        if not isinstance(saved, dict) or saved.get("step") != step:  # Trainer copies what the checkpoint before had
             raise StateError(
                 f"the checkpoint of step {step} holds no state of a stream after this step: the run that wrote it had "
                 "no callback of as_rows. Resume from an earlier checkpoint; or leave the callback out: Trainer then "
                 "goes on from its count of steps, and compares nothing"
             )
-        self._numbered.begin(saved["state"], step, args, **self.how)
+        self._numbered.begin(saved.get("state", {}), step, args, **self.how)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         """Put the state where a checkpoint of this step writes it."""

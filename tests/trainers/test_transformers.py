@@ -134,6 +134,9 @@ def test_a_stream_with_an_end_keeps_its_global_batch_or_is_refused(caches, tmp_p
     again = trainer(open_stream(caches, "windows", 48, epochs=1), args)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert rows_of(again.seen) == rows_of(list(open_stream(caches, "windows", 48, epochs=1))[2:])
+    ended = trainer(open_stream(caches, "windows", 48, epochs=1), args)
+    ended.train(True)
+    assert not ended.seen and ended.state.global_step == 5
     other = trainer(
         open_stream(caches, "windows", 24, epochs=1), settings(tmp_path, per_device_train_batch_size=24, **how)
     )
@@ -165,6 +168,17 @@ def test_another_stream_is_refused_or_continues_with_changes(caches, stopped, tm
     )
     with pytest.raises(StreamUseError):
         run.train()  # from sample 0, which the changed run does not have
+
+
+@pytest.mark.parametrize("damaged", [None, 5, [], {}, {"step": 4}, {"step": 4, "state": {}}], ids=str)
+def test_what_is_no_state_is_refused(caches, stopped, tmp_path, damaged):
+    shutil.copytree(stopped / "checkpoint-4", tmp_path / "checkpoint-4")
+    written = tmp_path / "checkpoint-4" / "trainer_state.json"
+    kept = json.loads(written.read_text())
+    kept["stateful_callbacks"]["niels_gpt stream"] = damaged
+    written.write_text(json.dumps(kept))
+    with pytest.raises(StateError):
+        resumed(tmp_path, open_stream(caches, "mixture"))
 
 
 @pytest.mark.parametrize("kept_before", [False, True])
