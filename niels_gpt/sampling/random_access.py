@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from niels_gpt.sampling.stream import Located, Samples, Stream
-from niels_gpt.storage.errors import NoLength, OutOfRange, PositionError, UsageError
+from niels_gpt.storage.errors import NoLength, OutOfRange, PositionError
 from niels_gpt.storage.meta_json import checked_int
 
 BLOCK = 4096
@@ -52,7 +52,7 @@ class RandomAccess:
         """
         samples = getattr(stream, "samples", None)
         if not isinstance(samples, Samples):
-            raise UsageError(f"{type(stream).__name__}: its rows have no numbers, expected a stream of rows of a cache")
+            raise ValueError(f"{type(stream).__name__}: its rows have no numbers, expected a stream of rows of a cache")
         end = samples.num_samples
         if length is None:
             if end is None:
@@ -63,7 +63,7 @@ class RandomAccess:
             length = end
         self._length = checked_int("length", length, samples.origin.sample + 1)
         if end is not None and length > end:
-            raise UsageError(f"length={length}: expected at most the {end} samples of the stream")
+            raise ValueError(f"length={length}: expected at most the {end} samples of the stream")
         self.samples = copy(samples)  # a state that the stream loads may change them
         self._begin()
 
