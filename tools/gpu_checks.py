@@ -501,7 +501,7 @@ def check_native(run: Run) -> None:
 
 
 def check_torchtitan(run: Run) -> None:
-    """torchtitan's Trainer on a StreamDataLoader: stopped and started again, it has the rows of a run that went on."""
+    """torchtitan's Trainer on a StreamDataLoader: stopped and started again, it has the rows of one run."""
     if not run.on_gpu or find_spec("torchtitan") is None:
         why = "torchtitan is not installed" if run.on_gpu else f"its models want FlexAttention: {NO_FLEX}"
         run.add("rows and losses after a resume", "skipped", why=why)

@@ -148,6 +148,16 @@ class Batch:
             return torch.from_numpy(_positions(starts[1:] - starts[:-1], self.x.shape[1]))
         return positions_on_device(self.cu_seqlens, self.x.numel()).view(self.x.shape)
 
+    @property
+    def is_padding(self) -> torch.Tensor | None:
+        """Return whether each segment is the padding of its row: bool [K], on the CPU. Made on each use.
+
+        A row that begins with piece -1 is a window whose piece is not known, and no padding.
+        """
+        if self.cu_seqlens is None or self.piece_ids is None:
+            return None
+        return (self.piece_ids < 0) & (self.cu_seqlens[:-1].cpu() % self.x.shape[1] > 0)
+
     def for_transformers(self, *, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """Return the arguments of a model of transformers, which then returns the loss of y: T + 1 columns.
 

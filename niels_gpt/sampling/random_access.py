@@ -40,7 +40,7 @@ class RandomAccess:
 
     Of the stream only its samples count, as they are now, not its position, rank or batch size. Several threads may
     read. It may be pickled; a copy opens the cache itself, and raises CacheError if the content is another. A stream
-    that goes on with a changed run (`changed=True`) has no rows before the change.
+    that continues a changed run (`changed=True`) has no rows before the change.
     """
 
     def __init__(self, stream: Stream[Any], *, length: int | None = None) -> None:

@@ -161,13 +161,14 @@ def arrays(batch: Batch) -> Arrays:
 
 def _segment_ids(batch: Batch) -> NDArray[np.int32]:
     """Return the number of each token's segment in its row, from 1; 0: padding."""
-    assert batch.cu_seqlens is not None and batch.piece_ids is not None
+    is_padding = batch.is_padding
+    assert batch.cu_seqlens is not None and is_padding is not None
     starts, (rows, T) = batch.cu_seqlens.numpy(), batch.x.shape
     numbers = np.arange(1, len(starts), dtype=np.int32)
     if rows > 1:
         firsts = starts[:-1].searchsorted(np.arange(0, rows * T, T, dtype=np.int32))
         numbers -= firsts.repeat(np.diff(firsts, append=len(numbers))).astype(np.int32)
-    numbers[(batch.piece_ids.numpy() < 0) & (numbers > 1)] = 0  # the first one of a row is no padding
+    numbers[is_padding.numpy()] = 0
     return numbers.repeat(starts[1:] - starts[:-1]).reshape(-1, T)
 
 

@@ -21,7 +21,7 @@ from niels_gpt.storage.errors import NoLength, StateError, StreamUseError
 class StreamDataModule(LightningDataModule):
     """The batches of a stream, for `Trainer.fit(model, datamodule=...)`; `training_step` gets a `Batch`.
 
-    A further fit goes on where the last one ended.
+    A further fit continues where the last one ended.
 
     A stream of some epochs is one epoch of Lightning: `Trainer(max_epochs=1)`. With `limit_train_batches` Lightning's
     epochs are parts of the stream, one after the other. The last part may be shorter: Lightning, which counts to the
@@ -40,7 +40,7 @@ class StreamDataModule(LightningDataModule):
 
         open_stream: returns the stream at its start; called where an epoch of Lightning begins.
         open_validation: returns the batches of one validation, such as `iter_eval(...)`.
-        changed: go on from a run with another T, seed, or other sources or weights: see `Stream.load_state_dict`.
+        changed: continue a run with another T, seed, or other sources or weights: see `Stream.load_state_dict`.
         loader: arguments of the DataLoader for training, such as num_workers and pin_memory.
         Raises: StreamUseError for an argument that would change batches or their order.
         """
@@ -79,7 +79,7 @@ class StreamDataModule(LightningDataModule):
                 "position: expected training_step(batch, batch_idx)"
             )
         if trainer.overfit_batches:
-            raise StreamUseError("overfit_batches: each epoch of Lightning goes on in the stream, to other batches")
+            raise StreamUseError("overfit_batches: each epoch of Lightning takes the stream's next batches")
         loop = trainer.fit_loop
         if loop.restarting and loop.epoch_loop.batch_progress.total.processed and self._after is None:
             raise StateError(

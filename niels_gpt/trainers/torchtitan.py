@@ -4,8 +4,8 @@
     StreamDataLoader    its BaseDataLoader: `config.dataloader = StreamDataLoader.Config(sources=[CacheRows(...)])`
     SequenceSource      a SourceConfig for the Grain loader of its main branch (pull request 4088): rows by number
 
-torchtitan says which part of the data a loader gives, how many rows, and of which length. The global batch is that of
-all data-parallel ranks: rank r of W has rows r * B up to (r + 1) * B of each W * B rows, in one order that the seed
+torchtitan says which part of the data a loader gives, how many rows, and of which length. The global batch is shared
+by all data-parallel ranks: rank r of W has rows r * B up to (r + 1) * B of each W * B rows, in one order that the seed
 gives. With gradient accumulation a step takes several of them. Positions begin at 0 in each segment of a batch, and
 from them torchtitan makes its attention masks; without segments a row is one.
 """
@@ -24,7 +24,6 @@ import tyro
 from torch.utils.data import DataLoader
 from torchtitan.config import Configurable
 
-from niels_gpt.cache.formats import IGNORE_INDEX
 from niels_gpt.cache.sft_counts import OverLength
 from niels_gpt.sampling.batch import Batch
 from niels_gpt.sampling.epochs import EpochStream
@@ -270,15 +269,15 @@ class SequenceSource(Configurable):
         """What a config function says."""
 
         T: int
-        """`training.seq_len`, which no source is told."""
+        """`training.seq_len`, which torchtitan does not pass to a source."""
         sources: list[CacheRows] = field(default_factory=list)
-        """As those of a StreamDataLoader."""
+        """See StreamDataLoader."""
         open: Annotated[Callable[..., Stream[Any]] | None, tyro.conf.Suppress] = None
         """Instead of sources: see StreamDataLoader."""
         seed: int = 42
         """Of the order."""
         block_size: int = 2048
-        """As that of a StreamDataLoader."""
+        """See StreamDataLoader."""
         length: int | None = None
         """Rows, of as many epochs as that takes; None: one epoch. The loader's repeat begins again after them."""
         sequence: Annotated[Callable[..., Any] | None, tyro.conf.Suppress] = None
@@ -318,7 +317,7 @@ class SequenceSource(Configurable):
 
 def _tokens(batch: Batch) -> int:
     """Return how many tokens the only row of a batch has before its padding."""
-    if batch.cu_seqlens is None or batch.piece_ids is None or len(batch.piece_ids) < 2 or batch.piece_ids[-1] >= 0:
+    is_padding = batch.is_padding
+    if batch.cu_seqlens is None or is_padding is None or not is_padding[-1]:
         return batch.x.shape[1]
-    begin = int(batch.cu_seqlens[-2])
-    return begin if bool((batch.y[0, begin:] == IGNORE_INDEX).all()) else batch.x.shape[1]
+    return int(batch.cu_seqlens[-2])

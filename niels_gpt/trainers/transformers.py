@@ -259,10 +259,10 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 class Position(TrainerCallback):
-    """Writes the stream's state into each checkpoint, and on resuming compares it and goes on from its sample."""
+    """Writes the stream's state into each checkpoint, and on resuming compares it and continues at its sample."""
 
     def __init__(self, numbered: Numbered, **how: Any) -> None:
-        """how: arguments of `load_state_dict` of the stream, for a run that goes on with changes."""
+        """how: arguments of `load_state_dict` of the stream, for a run that continues with changes."""
         self._numbered, self.how = numbered, how
 
     def on_train_begin(
@@ -279,7 +279,7 @@ class Position(TrainerCallback):
             raise StateError(
                 f"the checkpoint of step {step} holds no state of a stream after this step: the run that wrote it had "
                 "no callback of as_rows. Resume from an earlier checkpoint; or leave the callback out: Trainer then "
-                "goes on from its count of steps, and compares nothing"
+                "continues at its count of steps, and compares nothing"
             )
         self._numbered.begin(saved.get("state", {}), step, args, **self.how)
 

@@ -98,11 +98,9 @@ def _unpadded(batch: Batch, several: bool) -> dict[str, list[Any]]:
 
 def _lengths(batch: Batch) -> list[list[int]] | None:
     """Return the tokens of each segment of each row, without padding; None: not known."""
-    if batch.cu_seqlens is None or batch.piece_ids is None:
+    is_padding = batch.is_padding
+    if batch.cu_seqlens is None or is_padding is None:
         return None
-    count, T = batch.x.shape
-    starts = batch.cu_seqlens.numpy()
-    begins_row = starts[:-1] % T == 0
-    is_text = (batch.piece_ids.numpy() >= 0) | begins_row  # a row that begins with -1 is a window, whole
+    (count, T), starts, is_text = batch.x.shape, batch.cu_seqlens.numpy(), ~is_padding.numpy()
     lengths, row_of = np.diff(starts)[is_text], (starts[:-1] // T)[is_text]
     return [part.tolist() for part in np.split(lengths, row_of.searchsorted(np.arange(1, count)))]

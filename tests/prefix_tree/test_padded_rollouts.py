@@ -5,8 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import ROOT
-from support.documents import blocks_of
+from support.documents import lines_to_copy
 from support.float64_models import float64_llama
 from support.padded_batches import PROMPT, RESPONSE, gradient, unfolded, verl_batch
 from support.prefix_trees import prefixes
@@ -155,9 +154,7 @@ def test_a_batch_that_was_made_in_inference_mode_trains():
 
 
 def test_the_code_of_the_page_runs():
-    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
-    (code,) = (block.body for block in blocks_of(page) if "PaddedRollouts" in block.body)
-    assert len(list(filter(None, code.splitlines()))) <= 10
+    code = lines_to_copy("PaddedRollouts")
     data, model = verl_batch(), float64_llama()
     names = {"data": data, "model": model, "total": data["response_mask"].sum()}
     exec(code, names)

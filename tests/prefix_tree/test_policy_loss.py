@@ -1,4 +1,4 @@
-"""Losses on folded rows are those of TRL's trainer on the padded batch, and micro-batches add up."""
+"""Losses on folded rows equal TRL's trainer's on the padded batch, and micro-batches add up."""
 
 import importlib
 import sys

@@ -222,7 +222,7 @@ def test_an_origin_that_cannot_be_is_refused(tmp_path, origin):
 
 @pytest.mark.filterwarnings("ignore:the stream changes")
 def test_a_stream_of_one_cache_changes_T_and_begins_a_new_epoch(tmp_path):
-    """On paper: 12 windows of 2 tokens, then all 25 windows of 3 in that stream's own order; the count goes on."""
+    """On paper: 12 windows of 2 tokens, then all 25 windows of 3 in that stream's own order; the count continues."""
     (folder,) = sources(tmp_path, [50])
     state = run_epochs(folder, 3, T=1)[-1].state
     with refused("E108", "changed=True"):

@@ -7,18 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.errors import refused
-from support.streams import KINDS, build_caches, opened, rows_of
+from support.streams import EXPECTED_WARNINGS, KINDS, build_caches, opened, rows_of
 
 from niels_gpt.cache import CacheError
 from niels_gpt.sampling import RandomAccess, random_access
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:the last batch has"),
-    pytest.mark.filterwarnings("ignore:.*random_offset moves none"),
-    pytest.mark.filterwarnings("ignore:.*supervised tokens"),
-    pytest.mark.filterwarnings("ignore:.*are in no row"),
-    pytest.mark.filterwarnings("ignore:the mixture changes"),
-]
+pytestmark = EXPECTED_WARNINGS
 OF_ROWS = [kind for kind in KINDS if not kind.startswith("rollouts")]
 DENSE = {"windows": {"epochs": 40}, "packed": {"epochs": 90}, "mixture of kinds": {"epochs": 30}}
 """Streams of many rows."""

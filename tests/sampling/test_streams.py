@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer
 from support.errors import refused
 from support.number_caches import numbered
-from support.streams import KINDS, build_caches, joined, opened, ranks_of, run, told, units_of
+from support.streams import EXPECTED_WARNINGS, KINDS, build_caches, joined, opened, ranks_of, run, told, units_of
 from torch.utils.data import DataLoader
 
 from niels_gpt.cache import CacheError
@@ -23,11 +23,7 @@ from niels_gpt.cache.checksums import BlockSums
 from niels_gpt.sampling import EpochStream, PackedStream, SFTStream
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:the last batch has"),
-    pytest.mark.filterwarnings("ignore:.*random_offset moves none"),
-    pytest.mark.filterwarnings("ignore:.*supervised tokens"),
-    pytest.mark.filterwarnings("ignore:.*are in no row"),
-    pytest.mark.filterwarnings("ignore:the mixture changes"),
+    *EXPECTED_WARNINGS,
     pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes"),
 ]
 OF_BINS = [kind for kind in KINDS if kind.startswith("rollouts")]
@@ -157,6 +153,22 @@ def test_the_length_of_a_stream_is_the_number_of_its_batches(root, kind, drop_la
     assert endless
     with refused("E109", kind=TypeError):
         len(endless)
+
+
+@pytest.mark.parametrize("kind", OF_BATCHES)
+def test_padding_is_the_rest_of_a_row_behind_a_piece_and_has_no_target(root, kind):
+    """A window of a mixture, which is -1 as padding is, begins its row."""
+    for batch in opened(kind, root):
+        if batch.cu_seqlens is None:
+            assert batch.is_padding is None
+            continue
+        T, starts = batch.x.shape[1], batch.cu_seqlens.tolist()
+        for begin, end, piece, is_padding in zip(
+            starts, starts[1:], batch.piece_ids.tolist(), batch.is_padding.tolist(), strict=False
+        ):
+            assert is_padding == (piece < 0 and begin % T > 0)
+            if is_padding:
+                assert end % T == 0 and (batch.y.flatten()[begin:end] == -100).all()
 
 
 @pytest.mark.parametrize("kind", OF_BATCHES)

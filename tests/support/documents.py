@@ -29,6 +29,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support import ROOT
+
 HOME = "/home/you"
 TIMEOUT_S = 300
 RUN = ("console", "python")
@@ -94,6 +96,14 @@ def blocks_of(text):
         Block(found["language"], found["title"], found["body"], found["why"], found.start("body"))
         for found in _FENCE.finditer(text)
     ]
+
+
+def lines_to_copy(text):
+    """Return the block of docs/trainers.md that holds a text: at most ten lines."""
+    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+    (code,) = (block.body for block in blocks_of(page) if text in block.body)
+    assert len([line for line in code.splitlines() if line]) <= 10
+    return code
 
 
 def difference(shown, real):

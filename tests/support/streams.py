@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import pytest
 
 from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.prefix_tree.rollouts.stream import RolloutBin, RolloutStream
@@ -31,6 +32,16 @@ DOCUMENTS = [3, 1, 7, 11, 40, 2, *[8] * 5, 18]
 CHATS = [(number % 4 + 1, number * 5 % 13 + 1) for number in range(17)]
 """Letters of the user and of the assistant."""
 _TOKENS = [user + assistant + 4 for user, assistant in CHATS]
+
+
+EXPECTED_WARNINGS = [
+    pytest.mark.filterwarnings("ignore:the last batch has"),
+    pytest.mark.filterwarnings("ignore:.*random_offset moves none"),
+    pytest.mark.filterwarnings("ignore:.*supervised tokens"),
+    pytest.mark.filterwarnings("ignore:.*are in no row"),
+    pytest.mark.filterwarnings("ignore:the mixture changes"),
+]
+"""What the streams of KINDS say of these caches: marks of a test."""
 
 
 def build_caches(root, shift=0):

@@ -108,13 +108,13 @@ def test_batches_and_states_are_the_streams(root, kind):
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
 def test_a_state_is_resumed_by_other_ranks_and_batch_sizes(root, kind):
-    whole, begun, states = rows_of(map(arrays, opened(kind, root))), [], []
+    whole, before, states = rows_of(map(arrays, opened(kind, root))), [], []
     for rank in range(3):
         batches = iter(StreamDataset(opened(kind, root, rank=rank, world_size=3)))
-        begun.append([rows_of([batch]) for batch in islice(batches, 2)])
+        before.append([rows_of([batch]) for batch in islice(batches, 2)])
         states.append(batches.get_state())
     assert states[0] == states[1] == states[2]
-    rows = [row for batch in zip(*begun, strict=True) for part in batch for row in part]
+    rows = [row for batch in zip(*before, strict=True) for part in batch for row in part]
     rest = iter(StreamDataset(opened(kind, root, global_batch_size=5)))
     rest.set_state(saved(states[0]))
     assert rows + rows_of(rest) == whole
@@ -144,8 +144,8 @@ def test_slices_for_workers_take_turns_and_are_resumed_by_equally_many(root, kin
     expected = told(map(arrays, opened(kind, root)))
     assert told(in_turns(workers(3))) == expected
     started = workers(2)
-    begun, states = told(islice(in_turns(started), 1)), [each.get_state() for each in started]
-    assert begun + told(in_turns(workers(2, states), 1)) == expected
+    before, states = told(islice(in_turns(started), 1)), [each.get_state() for each in started]
+    assert before + told(in_turns(workers(2, states), 1)) == expected
     for others in ({"number": 1, "states": states}, {"number": 2, "states": states[::-1]}):
         with refused("E108"):
             workers(**others)
@@ -162,11 +162,11 @@ def test_a_dataset_begins_where_its_stream_is(root):
 
 @pytest.mark.filterwarnings("ignore:.*the stream changes at sample")
 def test_a_dataset_goes_on_with_a_changed_stream(root):
-    begun = iter(StreamDataset(opened("packed", root)))
-    next(begun)
+    before = iter(StreamDataset(opened("packed", root)))
+    next(before)
     changed, expected = opened("packed", root, T=8), opened("packed", root, T=8)
     for stream in (changed, expected):
-        stream.load_state_dict(begun.get_state(), changed=True)
+        stream.load_state_dict(before.get_state(), changed=True)
     batches, states = iter(StreamDataset(changed)), []
     for batch in expected:
         assert told([next(batches)]) == told([arrays(batch)])
@@ -244,10 +244,10 @@ def test_data_loader_compares_the_source(root, tmp_path):
         return grain.DataLoader(data_source=source, sampler=sampler, operations=[batch], read_options=HERE)
 
     batches = iter(loader(root))
-    begun, state = told(islice(batches, 2)), batches.get_state()
+    before, state = told(islice(batches, 2)), batches.get_state()
     resumed = iter(loader(root))
     resumed.set_state(state)
-    assert begun + told(resumed) == told(map(arrays, opened("packed", root)))
+    assert before + told(resumed) == told(map(arrays, opened("packed", root)))
     for wrong in (loader(root, seed=1), loader(build_caches(tmp_path / "other", shift=1))):
         with pytest.raises(ValueError, match="source"):
             iter(wrong).set_state(state)
@@ -303,11 +303,11 @@ def test_worker_processes_make_the_same_batches(root):
     outside = StreamDataset(opened("packed", root)).mp_prefetch(two)
     for count in (0, 1, 3):
         batches = iter(outside)
-        begun, state = told(islice(batches, count)), saved(batches.get_state())
+        before, state = told(islice(batches, count)), saved(batches.get_state())
         batches.close()
         again = iter(outside)
         again.set_state(state)
-        assert begun + told(again) == expected
+        assert before + told(again) == expected
 
 
 @pytest.mark.slow

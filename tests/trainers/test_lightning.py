@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("lightning")
 
 from lightning.pytorch import Callback, LightningDataModule, Trainer
-from support import ROOT, lightning_run, trainer_runs
-from support.documents import blocks_of
+from support import lightning_run, trainer_runs
+from support.documents import lines_to_copy
 from support.lightning_run import QUIET, Tiny
 from support.mixed_caches import build_three, open_mixture
 
@@ -334,10 +334,7 @@ def test_wrong_uses_are_refused(caches):
 
 def test_the_lines_of_the_page_run(caches, tmp_path, monkeypatch):
     """Twice, on one CPU, with a small cache at the page's place: an error stops the first run, the second goes on."""
-    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
-    (code,) = (block.body for block in blocks_of(page) if "StreamDataModule" in block.body)
-    assert len(list(filter(None, code.splitlines()))) <= 10
-    code = code.replace('devices="auto"', f"devices=1, **{QUIET}").replace("1_000", "3")
+    code = lines_to_copy("StreamDataModule").replace('devices="auto"', f"devices=1, **{QUIET}").replace("1_000", "3")
     monkeypatch.chdir(tmp_path)
     Path("cache").mkdir()
     Path("cache/wiki").symlink_to(caches / "pretrain" / "plain")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT, automodel_run, trainer_runs
-from support.documents import blocks_of
+from support import automodel_run, trainer_runs
+from support.documents import lines_to_copy
 from support.mixed_caches import build_three
 
 from niels_gpt.sampling import EpochStream
@@ -147,9 +147,7 @@ def test_the_yaml_of_the_page(automodel, caches, tmp_path):
     from nemo_automodel.components.config.loader import load_yaml_config
     from nemo_automodel.recipes._typed_config import RecipeConfig
 
-    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
-    (text,) = (block.body for block in blocks_of(page) if "StreamDataset" in block.body and block.language == "yaml")
-    assert len(text.splitlines()) <= 10
+    text = lines_to_copy("niels_gpt.trainers.automodel")
     (tmp_path / "recipe.yaml").write_text(
         text.replace("cache/wiki", str(caches / "pretrain" / "packed")) + "step_scheduler: {local_batch_size: 2}\n"
     )

@@ -17,8 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 from datasets import Dataset
-from support import ROOT
 from support.byte_tokenizer import ByteTokenizer, build
+from support.documents import lines_to_copy
 from support.made_tokenizers import made_tokenizer
 from support.trainer_runs import KILLED_AT, STEPS, run, steps
 from torch import distributed
@@ -292,11 +292,8 @@ def test_the_lines_of_the_page_run(tmp_path):
     build(Path("cache/sample/pretrain/roam"), ["a text of some words"] * 90, 1500, shard_bytes=1600)
     chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
     build_sft([chat] * 5, Path("cache/sample/sft/oasst1"), tokenizer=ByteTokenizer(), val_frac=0, seed=0)
-    section = (ROOT / "docs" / "trainers.md").read_text().split("\n## torchtitan\n")[1].split("\n## ")[0]
-    block = section.split("```python\n")[1].split("```")[0]
-    assert len(block.splitlines()) <= 10
     names = {}
-    exec(block, names)
+    exec(lines_to_copy("niels_gpt.trainers.torchtitan"), names)
     loader = names["dataloader"].build(
         dp_world_size=2, dp_rank=1, tokenizer=Ids(), seq_len=T, local_batch_size=3, snapshot_every_n_steps=1
     )

@@ -1,4 +1,4 @@
-"""Losses on folded rows are those of verl's own functions on its padded batch.
+"""Losses on folded rows equal verl's own functions' on its padded batch.
 
 Where its wheel lies unpacked in a folder named verl-0.9.1, and NIELS_GPT_PEERS names the folder above it. .ci/run makes
 it so; elsewhere these tests are left out. verl imports Ray and vLLM's surroundings, so its functions are taken out of

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support import ROOT, TESTS
+from support import TESTS
 
 pytest.importorskip("trl", reason="the extra `rl` brings it, transformers and accelerate")
 
-from support.documents import blocks_of
+from support.documents import lines_to_copy
 from support.small_builds import rollout_groups, rollouts
 from support.trainer_runs import KILLED_AT, STEPS, run, steps
 from support.transformers_script import build_caches, llama, open_stream, settings, tokenizer, trainer
@@ -262,12 +262,7 @@ def test_a_stream_itself_names_the_adapter(caches, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # without a GPU
 def test_the_lines_of_the_page_train(caches, tmp_path):
-    (block,) = [
-        each.body
-        for each in blocks_of((ROOT / "docs" / "trainers.md").read_text("utf-8"))
-        if "niels_gpt.trainers.transformers" in each.body
-    ]
-    assert len([line for line in block.splitlines() if line]) <= 10
+    block = lines_to_copy("niels_gpt.trainers.transformers")
     shutil.copytree(caches / "chats", tmp_path / "cache" / "sample" / "sft" / "oasst1")
     names = {"model": llama(torch.float32)}
     exec(block.replace("max_steps=50", "max_steps=5"), names)

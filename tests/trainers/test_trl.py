@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support import ROOT, TESTS
+from support import TESTS
 
 pytest.importorskip("trl", reason="the extra `rl` brings it, transformers and accelerate")
 
-from support.documents import blocks_of
+from support.documents import lines_to_copy
 from support.trainer_runs import KILLED_AT, STEPS, run, steps
 from support.transformers_script import T, build_caches, llama, open_stream, settings, tokenizer, trainer
 from trl import SFTConfig
@@ -118,12 +118,7 @@ def test_settings_that_would_join_cut_or_reorder_rows_are_refused(caches, tmp_pa
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # without a GPU
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # of TRL's own default
 def test_the_lines_of_the_page_train(caches, tmp_path):
-    (block,) = [
-        each.body
-        for each in blocks_of((ROOT / "docs" / "trainers.md").read_text("utf-8"))
-        if "niels_gpt.trainers.trl" in each.body
-    ]
-    assert len([line for line in block.splitlines() if line]) <= 10
+    block = lines_to_copy("niels_gpt.trainers.trl")
     shutil.copytree(caches / "chats", tmp_path / "cache" / "sample" / "sft" / "oasst1")
     names = {"model": llama(torch.float32), "tokenizer": tokenizer()}
     exec(block.replace("max_steps=50", "max_steps=2, use_cpu=True"), names)
