@@ -297,12 +297,16 @@ def test_an_unfit_worker_that_comes_later_is_left_out_and_builds_nothing(notes, 
 
 @pytest.mark.slow
 @needs_dask
-def test_a_worker_with_other_code_is_refused_before_anything_is_built(notes, cluster):
-    # The last test with this cluster, in which that worker stays.
-    worker_with_other_code(cluster)
-    cluster.wait_for(3)
-    with pytest.raises(CacheError, match=r"worker tcp://.*builder 99 there") as refused:
-        build_on_dask(notes, "notes", cluster.address)
+def test_a_worker_with_other_code_is_refused_before_anything_is_built(notes, tmp_path):
+    cluster = Cluster(tmp_path)
+    try:
+        cluster.worker()
+        worker_with_other_code(cluster)
+        cluster.wait_for(2)
+        with pytest.raises(CacheError, match=r"worker tcp://.*builder 99 there") as refused:
+            build_on_dask(notes, "notes", cluster.address)
+    finally:
+        cluster.close()
     assert refused.value.code == "E511"
 
 
