@@ -21,11 +21,21 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def quiet():
+    """Let transformers log errors only, as long as a test of this file runs."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(level)
+
+
 def tiny_target(kind, number=torch.float32, layers=8):
     """Return a causal language model of random weights, the same at every call."""
     import transformers
 
-    transformers.logging.set_verbosity_error()
     sizes = {"vocab_size": V, "hidden_size": H3 // 3, "num_hidden_layers": layers, "num_attention_heads": 2}
     sizes["max_position_embeddings"] = 2 * S
     if kind != "GPT2":
