@@ -200,7 +200,7 @@ class PrefixForest:
             response_mask: 0 and 1, which tokens are targets: [B, L], or [B, R] for the last R columns. It may have
                 zeros inside a response, such as at the output of tools.
             uid: [B], the group of each row, such as numbers or texts. Rows of two groups share no token, equal or not.
-                Default: rows share what is equal.
+                Default: rows share equal tokens.
 
         The layout is made on the CPU; the forest is on the device of input_ids.
 

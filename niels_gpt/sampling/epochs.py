@@ -98,8 +98,9 @@ class Epochs(Samples):
     def limits(self) -> list[int | None]:
         return [None if self.epochs is None else limited("epochs", self.epochs, self.samples_per_epoch)]
 
-    def names(self) -> list[str]:
-        return [self.units.name]
+    @property
+    def sources(self) -> list[Epochs]:
+        return [self]
 
     def identity(self) -> dict[str, Any]:
         order = {"seed": self.seed, "key_check": key_check(self._keys)}

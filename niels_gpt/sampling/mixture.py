@@ -28,7 +28,7 @@ class Mixture(Samples):
     def __init__(
         self, sources: Sequence[Epochs], stages: list[Stage], block_size: int, when_exhausted: list[Any], seed: int
     ) -> None:
-        self.sources, self.stages, self.block_size, self.seed = list(sources), stages, block_size, seed
+        self._sources, self.stages, self.block_size, self.seed = list(sources), stages, block_size, seed
         self.when_exhausted = when_exhausted
         self._keys = random_keys(seed, 1, purpose=1)
         self._join_files()
@@ -67,8 +67,9 @@ class Mixture(Samples):
             found.append(None if epochs is None else limited("when_exhausted", epochs, source.samples_per_epoch))
         return found
 
-    def names(self) -> list[str]:
-        return [source.units.name for source in self.sources]
+    @property
+    def sources(self) -> list[Epochs]:
+        return self._sources
 
     @property
     def weights(self) -> list[Any]:

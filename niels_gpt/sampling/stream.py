@@ -75,11 +75,16 @@ class Samples(ABC):
 
     @abstractmethod
     def limits(self) -> list[int | None]:
-        """Return the total number of samples of each source; None: without end. One cache is a single source."""
+        """Return the total number of samples of each source; None: without end."""
 
+    @property
     @abstractmethod
+    def sources(self) -> list[Any]:
+        """What the samples are drawn from, each an `Epochs`. One cache is a single source."""
+
     def names(self) -> list[str]:
         """Return the name of each source, for messages."""
+        return [source.units.name for source in self.sources]
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     StreamDataLoader    its BaseDataLoader: `config.dataloader = StreamDataLoader.Config(sources=[CacheRows(...)])`
     SequenceSource      a SourceConfig for the Grain loader of its main branch (pull request 4088): rows by number
 
-torchtitan says which part of the data a loader gives, how many rows, and of which length. The global batch is shared
+torchtitan says which part of the data a loader gives, how many rows, and how long they are. The global batch is shared
 by all data-parallel ranks: rank r of W has rows r * B up to (r + 1) * B of each W * B rows, in one order that the seed
 gives. With gradient accumulation a step takes several of them. Positions begin at 0 in each segment of a batch, and
 from them torchtitan makes its attention masks; without segments a row is one.
@@ -121,7 +121,7 @@ def _check_tokenizer(stream: Stream[Any], tokenizer: Any) -> None:
     path = Path(folder or "", "tokenizer.json")
     if folder is not None and path.is_file():
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    for source in getattr(stream.samples, "sources", [stream.samples]):
+    for source in stream.samples.sources:
         known, remedy = source.identity().get("tokenizer_sha256"), "Take the tokenizer of the cache as hf_assets_path, "
         remedy += "or pass check_tokenizer=False where both give equal ids"
         if None not in (sha256, known) and known != sha256:

@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from niels_gpt.sampling.batch import Batch
 from niels_gpt.sampling.epochs import Units
-from niels_gpt.sampling.stream import Located, Stream
+from niels_gpt.sampling.stream import Located, Samples, Stream
 from niels_gpt.storage.errors import StateError, StreamUseError, UsageError
 
 _KEY = "niels_gpt stream"
@@ -187,11 +187,10 @@ class Numbered:
 def units_of(stream: Stream[Any]) -> list[Units]:
     """Return what each source of a stream serves. Raises: UsageError unless its rows are of tokens."""
     samples = getattr(stream, "samples", None)
-    units = [getattr(source, "units", None) for source in getattr(samples, "sources", [samples])]
-    of_tokens = [each for each in units if isinstance(each, Units) and each.form()["rows"] == "tokens"]
-    if len(of_tokens) < len(units):
+    units: list[Units] = [source.units for source in samples.sources] if isinstance(samples, Samples) else []
+    if not units or any(each.form()["rows"] != "tokens" for each in units):
         raise UsageError(f"{_kind(stream)}: its rows are not of tokens. Expected a stream of documents or chats")
-    return of_tokens
+    return units
 
 
 def _data_parallel(args: TrainingArguments) -> int:

@@ -187,7 +187,7 @@ def write_hf(folder, name, documents, labels, dtype):
 
 
 def read_skyrl(folder, max_length):
-    """Return the rows that SkyRL's SFT trainer would collate: ids, and the whole mask, one window of which it keeps.
+    """Return the rows that SkyRL's SFT trainer would collate: ids, and the whole mask, of which it keeps one window.
 
     Its packages import Ray and vLLM, the loader does not: packages without content stand in their place.
     """

@@ -1,7 +1,7 @@
 """A run of torchtitan's loader and checkpoints in a loop of this file's own, since its Trainer needs a GPU.
 
-Started by trainer_runs.run with the folder of the run, that of the caches, the local batch size and the DataLoader's
-workers. It saves every fifth step, and goes on from the last save.
+Started by trainer_runs.run with the folder of the run, the folder of the caches, the local batch size and the workers
+of the DataLoader. It saves every fifth step, and continues from the last save.
 """
 
 import os

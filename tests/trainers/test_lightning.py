@@ -217,7 +217,7 @@ def test_last_batches_are_stepped_on_though_lightning_expected_more(caches, tmp_
 
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_another_batch_size_serves_the_rest(caches, tmp_path, accumulated):
-    """Lightning counts batches, so it is told how many of the new size are left."""
+    """Lightning counts batches, so the module tells it how many of the new size are left."""
     opened, rows, stepped = opener(caches), [], []
     wanted = [row for batch in rows_of(opened) for row in batch]
 
@@ -333,7 +333,7 @@ def test_wrong_uses_are_refused(caches):
 
 
 def test_the_lines_of_the_page_run(caches, tmp_path, monkeypatch):
-    """Twice, on one CPU, with a small cache at the page's place: an error stops the first run, the second goes on."""
+    """Twice, on one CPU, with a small cache at the page's place: an error stops the first run, the second continues."""
     code = lines_to_copy("StreamDataModule").replace('devices="auto"', f"devices=1, **{QUIET}").replace("1_000", "3")
     monkeypatch.chdir(tmp_path)
     Path("cache").mkdir()

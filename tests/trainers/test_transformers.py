@@ -1,4 +1,4 @@
-"""transformers' Trainer on the rows of a stream: what a step trains on, how a run goes on, and what is refused."""
+"""transformers' Trainer on the rows of a stream: what a step trains on, how a run continues, and refusals."""
 
 import json
 import shutil
@@ -192,7 +192,7 @@ def test_a_checkpoint_of_a_run_without_the_callback_is_refused(caches, tmp_path,
 
 
 class Two(TrainingArguments):
-    """Settings of one of two processes, of which the other one need not run."""
+    """Settings of one of two processes; the other one need not run."""
 
     world_size = 2
 

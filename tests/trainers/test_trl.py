@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on the rows of a stream: losses of replies alone, borders of packed rows, and what is refused."""
+"""TRL's SFTTrainer on the rows of a stream: losses of replies alone, borders of packed rows, and refusals."""
 
 import json
 import pickle
