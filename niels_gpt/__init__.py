@@ -41,6 +41,7 @@ What is built, and when:
 Under all of it:
 
     storage/               files on disk: atomic writes, locks, versions and commits, error classes and their codes
+    buckets/               files at a URL, and a bounded folder for pieces of them
     work.py                long work: the Progress callback, signals that become KeyboardInterrupt
     paths.py               default folders
 

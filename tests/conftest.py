@@ -20,7 +20,9 @@ import hypothesis
 import pytest
 from support import TESTS
 from support.attacks import serving
+from support.buckets import waiting
 from support.loopback_hub import LoopbackHub
+from support.s3_server import S3Server
 from support.small_builds import batches_of, quick_folder
 from support.tiny_texts import TINY_TEXTS
 
@@ -64,6 +66,24 @@ for _name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_CACHE
     os.environ.pop(_name, None)
 hypothesis.settings.register_profile("suite", deadline=None)  # how long an example takes is the machine's
 hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session")
+def _running_s3():
+    for package, extra in {"s3fs": "s3", "moto": "buckets"}.items():
+        pytest.importorskip(package, reason=f"the extra {extra} is not installed")
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_server(_running_s3, monkeypatch):
+    """The S3 server without faults, at which the libraries of this process look; short waits before attempts."""
+    _running_s3.clear_faults()
+    for name, value in _running_s3.environment().items():
+        monkeypatch.setenv(name, value)
+    with waiting(0.01):
+        yield _running_s3
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ LEVELS: tuple[frozenset[str], ...] = (
             "chat_template",
             "special_tokens",
             "signals",
+            "buckets",
         }
     ),
     frozenset({"cache", "builders", "engine"}),

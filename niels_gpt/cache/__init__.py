@@ -20,6 +20,7 @@ Build:
 Read:
 
     reader.py             Reader: opens, holds and identifies a cache for every reader; names a cache and a split of it
+    mounts.py             a cache at a URL: a folder that stands for it, and the blocks that are fetched into it
     mmap.py               opens, checks and maps token files and offsets files
     pretrain_dataset.py   PretrainTokenStreamDataset: which windows of T + 1 tokens a batch has
     sft_split.py          SFTSplit: the examples of a split, read by ranges of tokens, and which tokens carry loss

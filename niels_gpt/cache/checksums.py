@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import BLOCK_BYTES, crc32, num_blocks
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.meta_json import file_records, open_regular, path_inside, read_regular
+from niels_gpt.storage.mounted import MOUNTED
 
 CRC_DTYPE: np.dtype[np.uint32] = np.dtype("<u4")
 Check = Literal["ends", "blocks"]
@@ -69,6 +70,8 @@ class BlockSums:
         """folder: of the version, resolved. check: one of `Check`. Raises: ValueError for another."""
         checked_check(check)
         self.folder, self._check = folder, check
+        self.mount = MOUNTED.get(str(folder))
+        """What brings the files, of a cache at a URL; it compares each block itself."""
         self._meta = meta if meta is not None and _has_sums(folder, meta) else None
         self._record: dict[str, Any] = {} if self._meta is None else dict(self._meta["checksums"])
         self._content = str((meta or {}).get("content_sha256"))
@@ -96,6 +99,11 @@ class BlockSums:
     def every_block(self) -> bool:
         """Whether each block is compared when it is first read."""
         return self._check == "blocks" and bool(self)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether files are read block by block, so that they cannot be mapped: each is compared, or fetched."""
+        return self.every_block or self.mount is not None
 
     def check_opened(self, path: Path, handle: int, *, whole: bool = False) -> None:
         """Compare the first and the last block of an open file, once per process.

@@ -61,7 +61,7 @@ class LossBits:
         self.path, self._num_tokens = path, num_tokens
         self._map: memoryview | None = None
         self._views: tuple[int, NDArray[np.uint8] | None, NDArray[np.uint64]] | None = None
-        if io == "mmap" and not (sums and sums.every_block):
+        if io == "mmap" and not (sums and sums.in_blocks):
             self._map = mmap_tokens(path, expected_bytes=recorded, dtype=_BYTE, sums=sums).data
             size = len(self._map)
         else:
@@ -74,6 +74,10 @@ class LossBits:
         if unused:
             found = f"byte {size - 1} has bits of tokens after the last one, {num_tokens - 1}"
             raise CacheError(path, found, "zeros", REBUILD, code="E201")
+
+    def will_read(self, begins: Numbers, ends: Numbers) -> None:
+        """Say which tokens' bits will be read next, in this order, of a cache at a URL."""
+        self._file.will_read(np.zeros(len(begins), dtype=np.int64), begins >> 3, num_bytes_of(ends))
 
     def check_starts(self, starts: Numbers, first: int, idx_name: str) -> None:
         """Raise CacheError if the first token of an example carries loss, which bits of other tokens show.

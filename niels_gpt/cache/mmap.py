@@ -29,6 +29,7 @@ from niels_gpt.storage.filemaps import (
     page_starts,
 )
 from niels_gpt.storage.meta_json import is_sparse, open_regular, shortened
+from niels_gpt.storage.mounted import Mounted
 from niels_gpt.storage.versions import public_path
 
 _OFFSET_BYTES = 8
@@ -124,7 +125,8 @@ class TokenFiles:
 
     def _set_files(self, paths: list[Path], on_disk: list[_OnDisk], io: IO) -> None:
         self.paths, self._on_disk, self.io = paths, on_disk, io
-        self._is_read = io == "pread" or not HAS_FILE_MAPS  # by positioned reads
+        self._has_mounts = any(map(_mount_of, on_disk))
+        self._is_read = io == "pread" or not HAS_FILE_MAPS or self._has_mounts  # by positioned reads
         sizes, self._dtypes = [file.size for file in on_disk], sorted({file.dtype for file in on_disk}, key=_itemsize)
         self._sizes = sizes
         self.dtype: np.dtype[Any] = self._dtypes[-1] if self._dtypes else NARROW
@@ -138,6 +140,7 @@ class TokenFiles:
         self._maps: FileMaps | None = None
         self._windows: Ids = np.empty((0, 0), dtype=NARROW)
         self._content: memoryview | None = None  # all tokens of the maps, in the numbering of `gather`
+        self._plans: dict[Mounted, Any] = {}  # of what is read next, where it is fetched
         self._is_mapped: NDArray[np.bool_] = np.zeros(len(paths), dtype=np.bool_)
         self._num_unmapped = len(paths)
 
@@ -265,8 +268,25 @@ class TokenFiles:
             self._read_into(content[row * size : (row + 1) * size], file, start * itemsize)
         return rows
 
+    def will_read(self, files: NDArray[np.int64], places: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Say what will be read next, in this order, so that files at a URL are fetched ahead. Arguments: `gather`."""
+        if not self._has_mounts:
+            return
+        for mount in {id(mount): mount for file in self._on_disk if (mount := _mount_of(file)) is not None}.values():
+            names = [
+                mount.name_of(path) if _mount_of(file) is mount else None
+                for path, file in zip(self.paths, self._on_disk, strict=True)
+            ]
+            (some,) = np.array([_mount_of(file) is mount for file in self._on_disk])[files].nonzero()
+            firsts, sizes = self.first_tokens[files[some]], self._itemsizes[files[some]]
+            spans = ((at[some] - firsts) * sizes for at in (places, ends))
+            self._plans[mount] = mount.plan(self, names, files[some], *spans)
+
     def _read_into(self, rest: memoryview, file: int, at: int) -> None:
         """Fill memory with the bytes of a file from byte `at` on."""
+        if (mount := _mount_of(self._on_disk[file])) is not None:
+            mount.read_into(rest, mount.name_of(self.paths[file]), at, self._plans.get(mount))
+            return
         descriptor = self._descriptor(file)
         while rest and (read := os.preadv(descriptor.number, [rest], at)):
             at, rest = at + read, rest[read:]  # a network file system may return less than requested
@@ -350,7 +370,24 @@ def joined(ranges: Iterable[Any], pads: NDArray[np.int64] | None, pad: int, dtyp
 
 def token_files(files: Sequence[tuple[Path, int | None]], sums: BlockSums, **how: Any) -> TokenFiles:
     """Return files that are compared with the checksums of their cache as it asks for. how: see `TokenFiles`."""
-    return (CheckedTokenFiles if sums.every_block else TokenFiles)(files, sums=sums, **how)
+    return (CheckedTokenFiles if sums.every_block and not sums.mount else TokenFiles)(files, sums=sums, **how)
+
+
+class FetchedItems:
+    """The items of one file at a URL: a slice is fetched when it is asked for."""
+
+    def __init__(self, files: TokenFiles) -> None:
+        self._files = files
+
+    def __len__(self) -> int:
+        return int(self._files.lengths[0])
+
+    def __getitem__(self, some: slice) -> NDArray[Any]:
+        """Return items of the file, as a copy. Raises: CacheError E610 to E612."""
+        begin, end, _ = some.indices(len(self))
+        if begin >= end:
+            return np.empty(0, dtype=self._files.dtype)
+        return self._files.gather_ranges(np.zeros(1, dtype=np.int64), np.array([begin]), np.array([end]))
 
 
 class _Descriptor:
@@ -378,7 +415,14 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_mtime_ns  # the next file may get the same inode number
 
 
+def _mount_of(file: _OnDisk) -> Mounted | None:
+    return None if file.sums is None else file.sums.mount
+
+
 def _file_on_disk(path: Path, expected_bytes: int | None, dtype: np.dtype[Any], sums: BlockSums | None) -> _OnDisk:
+    if sums is not None and sums.mount is not None:
+        size = sums.mount.size(sums.mount.name_of(path))
+        return _OnDisk(_checked_size(path, size, expected_bytes, dtype), (), dtype, sums)
     try:
         status = os.lstat(path)
     except OSError:

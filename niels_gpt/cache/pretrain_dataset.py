@@ -9,19 +9,18 @@ import math
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.checksums import Check
-from niels_gpt.cache.formats import SPLITS, Ids, TokenDtype, token_dtype_of
+from niels_gpt.cache.formats import SPLITS, Ids, token_dtype_of
 from niels_gpt.cache.meta import existing_cache, sentinel_names, split_shards, tokenizer_of
-from niels_gpt.cache.mmap import IO, TokenFiles, load_idx, public_file, token_files
-from niels_gpt.cache.reader import Reader, named_split
+from niels_gpt.cache.mmap import TokenFiles, load_idx, public_file, token_files
+from niels_gpt.cache.reader import OpeningTokens, Reader, local_path, named_split
 from niels_gpt.display.decoded import Decoded, DecodedItems
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import REBUILD, CacheError, OutOfRange
@@ -50,29 +49,21 @@ class PretrainSplit(Reader):
         shards_dir: str | os.PathLike[str],
         *,
         split: str | None = None,
-        tokenizer_sha256: str | None = None,
-        expect: Mapping[str, Any] | None = None,
-        io: IO = "mmap",
-        dtype: TokenDtype | None = None,
         in_order: bool = False,
-        check: Check = "ends",
+        **opening: Unpack[OpeningTokens],
     ) -> None:
         """shards_dir: a cache with `split`, or a split's folder, such as cache/pretrain/fineweb_edu/train.
 
         split: "train" or "val"; None: `shards_dir` says it.
-        tokenizer_sha256: raise CacheError unless the cache was built with this model.
-        expect: an earlier `fingerprint`; raise CacheError unless the split still has it.
-        io: "mmap", or "pread" for network file systems.
-        dtype: "uint16" or "uint32", for token files without a meta.json; None: uint16. It must agree with a meta.json.
         in_order: windows will be read one after the other, not at random.
-        check: compare the checksums of each file's ends once a process, or with "blocks" of each block at its first
-            read, which makes that read slower. For caches without checksums only sizes are compared; `repr` says so.
+        opening: see `niels_gpt.cache.reader.OpeningTokens`.
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for another split, io, dtype or check.
         """
-        cache, name = named_split(shards_dir, split)
+        cache, name = named_split(local_path(shards_dir, opening), split)
         folder = existing_cache(resolved_split(cache if name is None else cache / name), shards_dir)
-        self._how: dict[str, Any] = {"io": io, "in_order": in_order, "dtype": dtype}
-        self._open_version(folder.parent, folder.name, tokenizer_sha256, expect, check)
+        self._how: dict[str, Any] = {"in_order": in_order, "dtype": opening.pop("dtype", None)}
+        self._how["io"] = opening.pop("io", "mmap")
+        self._open_version(folder.parent, folder.name, **opening)
 
     def _prepare(self) -> None:
         tokens = token_dtype_of(self.meta, self.cache / META_NAME, self._how.pop("dtype"))
@@ -186,6 +177,14 @@ class PretrainSplit(Reader):
             raise outside_vocabulary(path, token, itemsize, int(ids[place]), self.vocab_size)
         return ids
 
+    def will_read(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Say which ranges will be read next, in this order: those of a cache at a URL are fetched ahead."""
+        if self.is_fetched:
+            shards = self._stops.searchsorted(begins, side="right")
+            to_places = (self.files.first_tokens + self.lengths - self._stops)[shards]
+            ends = np.minimum(ends, self._stops[shards])  # what lies in the next shard is not fetched ahead
+            self.files.will_read(shards, begins + to_places, ends + to_places)
+
     @property
     def _stops(self) -> NDArray[np.int64]:
         """Where each shard ends, in tokens of the split: int64 [shards]."""
@@ -215,19 +214,14 @@ class PretrainTokenStreamDataset(DecodedItems):
         T: int,
         device: str = "cpu",
         split: str | None = None,
-        tokenizer_sha256: str | None = None,
-        expect: Mapping[str, Any] | None = None,
-        io: IO = "mmap",
-        dtype: TokenDtype | None = None,
-        check: Check = "ends",
+        **opening: Unpack[OpeningTokens],
     ) -> None:
-        """shards_dir, split, tokenizer_sha256, expect, io, dtype, check: see `PretrainSplit`.
+        """shards_dir, split, opening: see `PretrainSplit`.
 
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for T < 1.
         """
         self.T, self.device = checked_int("T", T, 1), device
-        options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
-        self._split = PretrainSplit(shards_dir, split=split, check=check, **options)
+        self._split = PretrainSplit(shards_dir, split=split, **opening)
         self.shards_dir, self.meta, self.vocab_size = self._split.folder, self._split.meta, self._split.vocab_size
         lengths = self._split.lengths
         self.skipped_shards, self.skipped_tokens = int((lengths <= T).sum()), int(lengths[lengths <= T].sum())

@@ -8,15 +8,66 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
-from niels_gpt.cache.checksums import BlockSums
-from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.checksums import BlockSums, Check
+from niels_gpt.cache.formats import SPLITS, TokenDtype
 from niels_gpt.cache.meta import check_expected, check_tokenizer, existing_cache, fingerprint, reader_meta
+from niels_gpt.cache.mmap import IO
+from niels_gpt.storage.errors import UsageError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.locks import hold_version
 from niels_gpt.storage.meta_json import printable, resolved
+from niels_gpt.storage.mounted import is_url
 from niels_gpt.storage.versions import version_name
+
+
+class Opening(TypedDict, total=False):
+    """How a cache is opened: keyword arguments of every reader and stream."""
+
+    tokenizer_sha256: str | None
+    """Raise CacheError unless the cache was built with this model."""
+    expect: Mapping[str, Any] | None
+    """An earlier `fingerprint`: raise CacheError unless the split still has it."""
+    check: Check
+    """Compare the checksums of each file's ends once a process, the default; or with "blocks" of each block at its
+    first read, which makes that read slower. For caches without checksums only sizes are compared; `repr` says so."""
+    local: str | os.PathLike[str] | None
+    """Of a cache at a URL: a folder here for what is fetched, which processes share. See docs/buckets.md."""
+    max_bytes: int | str | None
+    """Of a cache at a URL: most bytes in `local`, such as "50 GiB"; None: 10 GiB."""
+    max_ahead: int | str | None
+    """Of a cache at a URL: bytes that each process fetches ahead of its reading, at most a quarter of max_bytes; None:
+    256 MiB."""
+
+
+class OpeningTokens(Opening, total=False):
+    """How a cache of token files is opened."""
+
+    io: IO
+    """ "mmap", the default, or "pread" for network file systems."""
+    dtype: TokenDtype | None
+    """ "uint16" or "uint32", of token files without a meta.json; None: uint16. It must agree with a meta.json."""
+
+
+def local_path(path: str | os.PathLike[str], opening: Opening) -> Path:
+    """Return a path; of a URL the folder that stands for it. Takes what a URL needs out of `opening`.
+
+    Raises: UsageError for `local` and others of a path; the errors of `niels_gpt.cache.mounts.mounted`.
+    """
+    where: dict[str, Any] = {
+        "local": opening.pop("local", None),
+        "max_bytes": opening.pop("max_bytes", None),
+        "max_ahead": opening.pop("max_ahead", None),
+    }
+    text = os.fspath(path)
+    if is_url(text):
+        from niels_gpt.cache.mounts import mounted
+
+        return mounted(text, **where)
+    if given := [name for name, value in where.items() if value is not None]:
+        raise UsageError(f"{text}: {', '.join(given)} of a folder on this machine, expected a URL")
+    return Path(os.path.expanduser(path))
 
 
 class Reader:
@@ -39,19 +90,19 @@ class Reader:
     vocab_size: int | None
     num_tokens: int
 
-    def _open_version(
-        self, cache: Path, split: str, tokenizer_sha256: str | None, expect: Mapping[str, Any] | None, check: str
-    ) -> None:
+    def _open_version(self, cache: Path, split: str, **opening: Any) -> None:
         """cache: the version's folder, resolved. Raises: FileNotFoundError, CacheError, ValueError."""
+        if unknown := opening.keys() - Opening.__annotations__.keys():
+            raise TypeError(f"{type(self).__name__}: no argument {sorted(unknown)[0]!r}")
         self.cache, self.split = cache, split
         self._hold = hold_version(cache)
         self.meta = reader_meta(cache, self.kind)
-        check_tokenizer(cache, self.meta, tokenizer_sha256)
+        check_tokenizer(cache, self.meta, opening.get("tokenizer_sha256"))
         self.vocab_size = (self.meta or {}).get("vocab_size")
-        self._sums = BlockSums(cache, self.meta, check)
+        self._sums = BlockSums(cache, self.meta, opening.get("check", "ends"))
         self._prepare()
         self._open()
-        check_expected(self.fingerprint(), expect, str(self._where))
+        check_expected(self.fingerprint(), opening.get("expect"), str(self._where))
 
     def _prepare(self) -> None:
         """Check what a copy need not check again."""
@@ -63,6 +114,11 @@ class Reader:
     def _sizes(self) -> str:
         """Return the sizes of the split, for `repr`."""
         raise NotImplementedError
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether the cache is at a URL."""
+        return self._sums.mount is not None
 
     @property
     def folder(self) -> Path:

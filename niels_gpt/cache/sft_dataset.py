@@ -6,19 +6,17 @@ B: rows of a batch, T: tokens of a row.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Unpack, cast, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.checksums import Check
-from niels_gpt.cache.formats import IGNORE_INDEX, Ids, TokenDtype
+from niels_gpt.cache.formats import IGNORE_INDEX, Ids
 from niels_gpt.cache.meta import sentinel_names, tokenizer_of
-from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import split_rows
+from niels_gpt.cache.reader import OpeningTokens, local_path
 from niels_gpt.cache.sft_counts import SFTCounts, count_rows, warn_of_counts
 from niels_gpt.cache.sft_split import SFTSplit, files_of
 from niels_gpt.display.decoded import Decoded, DecodedItems
@@ -52,13 +50,9 @@ class SFTExampleDataset(DecodedItems):
         device: str,
         eot_id: int,
         asst_id: int | None = None,
-        tokenizer_sha256: str | None = None,
         over_length: OverLength = "truncate",
         require_targets: bool = False,
-        expect: Mapping[str, Any] | None = None,
-        io: IO = "mmap",
-        dtype: TokenDtype | None = None,
-        check: Check = "ends",
+        **opening: Unpack[OpeningTokens],
     ) -> None:
         """tokens_path, idx_path: a split's token file and offsets, such as train_tokens.bin and train_idx.npy.
 
@@ -66,12 +60,9 @@ class SFTExampleDataset(DecodedItems):
             pads.
         asst_id: id of the assistant sentinel; by default from meta.json beside the tokens, else from the cache's
             tokenizer/meta.json (D1). Refused for a cache with loss bits, which needs none.
-        tokenizer_sha256: raise CacheError unless the cache was built with this model.
         over_length: see `OverLength`.
         require_targets: leave out examples without a target in their first T + 1 tokens.
-        expect: an earlier `fingerprint`; raise CacheError unless the split still has it.
-        io: "mmap", or "pread" for network file systems: each example is one positioned read, only offsets are mapped.
-        dtype, check: see `PretrainSplit`.
+        opening: see `niels_gpt.cache.reader.OpeningTokens`.
 
         All tokens (or loss bits) are read once, here, for `counts`. Warns of rows without a target and of lost
         supervised tokens.
@@ -84,9 +75,7 @@ class SFTExampleDataset(DecodedItems):
         if over_length not in get_args(OverLength):
             raise ValueError(f"over_length={over_length!r}: expected one of {', '.join(get_args(OverLength))}")
         self.T, self.device = checked_int("T", T, 1), device
-        options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
-        options["check"] = check
-        self._take(SFTSplit.of_files(tokens_path, idx_path, pad_id=eot_id, asst_id=asst_id, **options))
+        self._take(SFTSplit.of_files(tokens_path, idx_path, pad_id=eot_id, asst_id=asst_id, **opening))
         self.counts, rows = count_rows(self._split, T=self.T, over_length=over_length, require_targets=require_targets)
         self._kept = rows.kept
         warn_of_counts(self._split, self.counts, self.T, over_length)
@@ -105,33 +94,25 @@ class SFTExampleDataset(DecodedItems):
         *,
         T: int,
         device: str = "cpu",
-        tokenizer_sha256: str | None = None,
         over_length: OverLength = "truncate",
         require_targets: bool = False,
-        expect: Mapping[str, Any] | None = None,
-        io: IO = "mmap",
-        dtype: TokenDtype | None = None,
-        check: Check = "ends",
+        **opening: Unpack[OpeningTokens],
     ) -> SFTExampleDataset:
         """Open a split of an sft cache, whose meta.json has the sentinels. cache_dir, split: see `SFTSplit`.
 
         Other arguments: see `SFTExampleDataset`. Raises: its errors; CacheError for a cache of another kind, and if no
             meta.json has the id of the eot sentinel; ValueError for another split.
         """
-        tokens_path, idx_path, eot_id = files_of(cache_dir, split)
+        tokens_path, idx_path, eot_id = files_of(local_path(cache_dir, opening), split)
         return cls(
             tokens_path,
             idx_path,
             T=T,
             device=device,
             eot_id=eot_id,
-            tokenizer_sha256=tokenizer_sha256,
             over_length=over_length,
             require_targets=require_targets,
-            expect=expect,
-            io=io,
-            dtype=dtype,
-            check=check,
+            **opening,
         )
 
     def __repr__(self) -> str:

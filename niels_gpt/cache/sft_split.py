@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.formats import (
     IGNORE_INDEX,
     Ids,
@@ -32,7 +30,7 @@ from niels_gpt.cache.loss_bits import LossBits, bits_path, limited_by_bits, unpa
 from niels_gpt.cache.meta import check_pair, reader_meta, recorded_bytes, role_ids, special_id
 from niels_gpt.cache.mmap import IO, check_starts, joined, load_idx, mmap_tokens, token_files
 from niels_gpt.cache.pretrain_dataset import as_int64, empty_int64, id_limit, outside_vocabulary
-from niels_gpt.cache.reader import Reader, named_cache
+from niels_gpt.cache.reader import OpeningTokens, Reader, local_path, named_cache
 from niels_gpt.display.numbers import number_of
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
@@ -59,23 +57,17 @@ class SFTSplit(Reader):
         self,
         cache_dir: str | os.PathLike[str],
         split: str | None = None,
-        *,
-        tokenizer_sha256: str | None = None,
-        expect: Mapping[str, Any] | None = None,
-        io: IO = "mmap",
-        dtype: TokenDtype | None = None,
-        check: Check = "ends",
+        **opening: Unpack[OpeningTokens],
     ) -> None:
         """cache_dir: an sft cache such as cache/sft/oasst1, or the name of a split in it, such as cache/sft/oasst1/val.
 
         split: "train" or "val"; None: what `cache_dir` says, else "train".
-        Other arguments: see `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
+        opening: see `niels_gpt.cache.reader.OpeningTokens`.
         Raises: FileNotFoundError; CacheError (each names the file), also if no meta.json has the ids of the sentinels;
             ValueError for another split, io, dtype or check.
         """
-        tokens_path, idx_path, pad_id = files_of(cache_dir, split)
-        options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
-        self._open_files(tokens_path, idx_path, pad_id=pad_id, asst_id=None, check=check, **options)
+        tokens_path, idx_path, pad_id = files_of(local_path(cache_dir, opening), split)
+        self._open_files(tokens_path, idx_path, pad_id=pad_id, asst_id=None, **opening)
 
     @classmethod
     def of_files(
@@ -105,16 +97,14 @@ class SFTSplit(Reader):
         *,
         pad_id: int,
         asst_id: int | None,
-        tokenizer_sha256: str | None = None,
-        expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
         dtype: TokenDtype | None = None,
-        check: Check = "ends",
+        **opening: Any,
     ) -> None:
         self.tokens_path, self.idx_path = _resolved_together(tokens_path, idx_path)
         self.pad_id, self.io, self._asked = pad_id, io, (asst_id, dtype)
         name = self.tokens_path.name.removesuffix("_tokens.bin")
-        self._open_version(self.tokens_path.parent, name, tokenizer_sha256, expect, check)
+        self._open_version(self.tokens_path.parent, name, **opening)
 
     def _prepare(self) -> None:
         asst_id, dtype = self._asked
@@ -144,7 +134,7 @@ class SFTSplit(Reader):
         folder, paths, sums = self.cache, (self.tokens_path, self.idx_path), self._sums
         size, idx_size = (recorded_bytes(folder, self.meta, path) for path in paths)
         self._map: memoryview | None = None
-        if self.io == "mmap" and not sums.every_block:
+        if self.io == "mmap" and not sums.in_blocks:
             self._map = mmap_tokens(self.tokens_path, expected_bytes=size, dtype=self._dtype, sums=sums).data
             self.num_tokens = len(self._map)
         else:
@@ -193,6 +183,14 @@ class SFTSplit(Reader):
         ends = self._starts.take(examples + 1, mode="clip")
         ends[examples == len(self._starts) - 1] = self.num_tokens
         return self._starts[examples], ends
+
+    def will_read(self, begins: Numbers, ends: Numbers) -> None:
+        """Say which ranges will be read next, in this order: those of a cache at a URL are fetched ahead."""
+        if self.is_fetched:
+            files = np.zeros(len(begins), dtype=np.int64)
+            self._file.will_read(files, begins, ends)
+            if self._bits is not None:
+                self._bits.will_read(begins, ends)
 
     def read(self, begins: Numbers, ends: Numbers, pads: Numbers | None = None, pad_id: int = 0) -> Ids:
         """Return the tokens of ranges, end to end: ids [sum]; one range from a map: a read-only view of the file.

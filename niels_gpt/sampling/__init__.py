@@ -7,6 +7,7 @@ A run resumes in exactly the same order, even with other ranks, DataLoader worke
     examples.py      SFTStream: examples of an sft split, or their windows
     mixture.py       MixtureStream: draws from several streams as shares.py says; what happens when one is exhausted
     shares.py        weights -> how many samples of a block each source gets; how remainders carry over; their order
+    stretches.py     the order "shards": random stretches of shards, and random units of a few of them at a time
     permutation.py   the pseudo-random order of an epoch, in O(1) memory
     state.py         what a state holds, which states are refused, and what a changed mixture takes over from one
     rows.py          rows read for several batches at once, and cut into batches

@@ -9,25 +9,25 @@ from __future__ import annotations
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.checksums import Check
-from niels_gpt.cache.formats import IGNORE_INDEX, TokenDtype
-from niels_gpt.cache.mmap import IO, TokenFiles, public_file
+from niels_gpt.cache.formats import IGNORE_INDEX
+from niels_gpt.cache.mmap import TokenFiles, public_file
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, gathered, split_rows
+from niels_gpt.cache.reader import OpeningTokens
 from niels_gpt.display.numbers import number_of
 from niels_gpt.sampling.batch import Batch, Rows
 from niels_gpt.sampling.permutation import ROUNDS, mix, permute, random_keys
 from niels_gpt.sampling.rows import Ahead, ReadRows
 from niels_gpt.sampling.state import Origin, key_check, limited
 from niels_gpt.sampling.stream import Located, Numbers, Samples, Stream
+from niels_gpt.sampling.stretches import OPEN_SHARDS, STRETCH_TOKENS, Order, Stretches
 from niels_gpt.storage.codes import CodedWarning
-from niels_gpt.storage.errors import CacheError, StateError
+from niels_gpt.storage.errors import CacheError, StateError, UsageError
 from niels_gpt.storage.meta_json import checked_int, printable
 from niels_gpt.storage.versions import version_name
 
@@ -71,6 +71,13 @@ class Units(ABC):
     def settings(self) -> dict[str, Any]:
         """Return the arguments that decide what a unit is, fit for JSON."""
 
+    def stretches(self) -> Numbers:
+        """Return the units of each stretch, as stretches.py defines them, none of them 0: int64 [P].
+
+        Raises: UsageError for units that have no place of their own in the split.
+        """
+        raise UsageError(f"order='shards': {self.name} is served in the order of its whole split only")
+
     @abstractmethod
     def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> Located:
         """Look up units by number, each in an epoch: int64 [n] both. key: uint64 [1], for what the seed decides too."""
@@ -79,8 +86,22 @@ class Units(ABC):
 class Epochs(Samples):
     """The units of one split, epoch after epoch: each exactly once an epoch."""
 
-    def __init__(self, units: Units, *, seed: int, epochs: int | None) -> None:
-        """epochs: how many until the samples end; None: never. Raises: ValueError for too many."""
+    def __init__(
+        self,
+        units: Units,
+        *,
+        seed: int,
+        epochs: int | None,
+        order: Order = "all",
+        open_shards: int = OPEN_SHARDS,
+    ) -> None:
+        """epochs: how many until the samples end; None: never. order, open_shards: see stretches.py.
+
+        Raises: ValueError for too many epochs, for another order, and for units that it cannot have.
+        """
+        if order not in get_args(Order):
+            raise UsageError(f"order={order!r}: expected one of {', '.join(get_args(Order))}")
+        self._stretches = None if order == "all" else Stretches(units.stretches(), open_shards, seed, units.purpose)
         self.units, self.seed, self.epochs = units, seed, epochs
         self.samples_per_epoch = len(units)
         keys = random_keys(seed, ROUNDS + 1, purpose=units.purpose)
@@ -103,7 +124,9 @@ class Epochs(Samples):
         return [self]
 
     def identity(self) -> dict[str, Any]:
-        order = {"seed": self.seed, "key_check": key_check(self._keys)}
+        order: dict[str, Any] = {"seed": self.seed, "key_check": key_check(self._keys)}
+        if self._stretches is not None:
+            order |= {"order": "shards", "open_shards": self._stretches.open_shards}
         return {**self.units.version, **order, **self.units.settings(), **self.units.fingerprint()}
 
     def progress(self, consumed: int) -> dict[str, int]:
@@ -111,6 +134,8 @@ class Epochs(Samples):
 
     def locate(self, numbers: Numbers) -> Located:
         epochs, positions = np.divmod(numbers - self._skipped, self.samples_per_epoch)
+        if self._stretches is not None:
+            return self.units.locate(self._stretches.units(epochs, positions, self._keys), epochs, self._unit_key)
         is_one = len(epochs) and epochs.min() == epochs.max()  # a single tweak takes less time
         units = permute(positions, self.samples_per_epoch, self._keys, epochs[:1] if is_one else epochs)
         return self.units.locate(units, epochs, self._unit_key)
@@ -141,6 +166,15 @@ class Windows(Units):
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    def stretches(self) -> Numbers:
+        counts = self._ends - self._begins
+        of_shard = np.where(counts > 0, (counts - 1) * self.T // STRETCH_TOKENS + 1, 0)
+        numbers = np.arange(of_shard.sum()) - (of_shard.cumsum() - of_shard).repeat(of_shard)
+        firsts = -(-numbers * STRETCH_TOKENS // self.T)  # the first window that begins in stretch k of its shard
+        lasts = np.minimum(-(-(numbers + 1) * STRETCH_TOKENS // self.T), counts.repeat(of_shard))
+        found: Numbers = (lasts - firsts)[lasts > firsts]
+        return found
 
     @property
     def name(self) -> str:
@@ -174,6 +208,7 @@ class Windows(Units):
         places = starts + self.files.first_tokens[shards]
         if not self.documents:
             return LocatedWindows(self.files, self.vocab_size, self.T, shards, places)
+        self.files.will_read(shards, places, places + (self.T + 1))
         return Ahead(len(units), self.T, lambda some: self._with_documents(shards[some], places[some]))
 
     def _with_documents(self, shards: Numbers, places: Numbers) -> ReadRows:
@@ -201,10 +236,14 @@ class LocatedWindows:
 
     def __init__(self, files: TokenFiles, vocab_size: int | None, T: int, shards: Numbers, places: Numbers) -> None:
         """shards, places: of each window, as arguments of `TokenFiles.gather`: int64 [n]."""
+        self._is_planned = False
         self._files, self._vocab_size, self._T = files, vocab_size, T
         self.shards, self.places = shards, places
 
     def read(self, first: int, count: int, device: str) -> Rows:
+        if not self._is_planned:
+            self._files.will_read(self.shards[first:], self.places[first:], self.places[first:] + (self._T + 1))
+            self._is_planned = True
         last = first + count
         shards, places = self.shards[first:last], self.places[first:last]
         return Rows(*split_rows(gathered(self._files, self._vocab_size, shards, places, self._T + 1), device))
@@ -233,13 +272,11 @@ class EpochStream(Stream[Batch]):
         drop_last: bool = False,
         random_offset: bool = False,
         documents: bool = False,
-        tokenizer_sha256: str | None = None,
-        expect: Mapping[str, Any] | None = None,
-        io: IO = "mmap",
-        dtype: TokenDtype | None = None,
-        check: Check = "ends",
+        order: Order = "all",
+        open_shards: int = OPEN_SHARDS,
+        **opening: Unpack[OpeningTokens],
     ) -> None:
-        """Open a split. shards_dir, split, tokenizer_sha256, expect, io, dtype, check: see `PretrainSplit`.
+        """Open a split. shards_dir, split, opening: see `PretrainSplit`.
 
         global_batch_size: rows of a batch over all ranks, a multiple of world_size; each rank gets an equal part.
         epochs: how many until the stream ends; None: never. The last batch may be short, and the part of a rank empty
@@ -250,6 +287,8 @@ class EpochStream(Stream[Batch]):
         documents: batches have the same rows in the same order, and say which tokens belong to one document, by the
                 index of the cache: `cu_seqlens`, `position_ids`, `documents` (`piece_ids` is the same). y is -100 where
                 the next token belongs to another document. Not part of the state: a run may resume with or without it.
+        order: "shards": shards in a random order, and windows of open_shards of them at a time, shuffled; for a split
+            in a bucket that does not fit its local folder. A longer shard counts as several, of 4,194,304 tokens.
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for the numbers.
         """
         counts: dict[str, Any] = {"global_batch_size": global_batch_size, "rank": rank, "world_size": world_size}
@@ -259,15 +298,14 @@ class EpochStream(Stream[Batch]):
             if not isinstance(value, bool):
                 raise ValueError(f"{flag}={value!r}: expected True or False")
         self.random_offset, self.documents = random_offset, documents
-        options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
-        self.split = PretrainSplit(shards_dir, split=split, check=check, **options)
+        self.split = PretrainSplit(shards_dir, split=split, **opening)
         self.files, self.folder = self.split.files, self.split.folder
         windows = Windows(self.split, self.T, random_offset=random_offset, documents=documents)
         self.samples_per_epoch = self.num_windows = len(windows)
         """Windows per epoch."""
         self.remainder_tokens = int(windows.remainders.sum())
         """Tokens after the last windows of the shards: not used in an epoch without offsets."""
-        self._serve(Epochs(windows, seed=self.seed, epochs=self.epochs))
+        self._serve(Epochs(windows, seed=self.seed, epochs=self.epochs, order=order, open_shards=open_shards))
         if random_offset and 20 * windows.fixed > len(windows):
             where = printable(str(public_file(self.folder)))
             found = f"{where}: random_offset moves none of {windows.fixed} of {self.num_windows} windows"

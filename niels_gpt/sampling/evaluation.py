@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Unpack
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from niels_gpt.cache.checksums import Check
-from niels_gpt.cache.formats import IGNORE_INDEX, TokenDtype
+from niels_gpt.cache.formats import IGNORE_INDEX
 from niels_gpt.cache.meta import reader_meta, text_bytes
-from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, as_int64, gathered, resolved_split, split_rows
-from niels_gpt.cache.reader import named_split
+from niels_gpt.cache.reader import OpeningTokens, local_path, named_split
 from niels_gpt.storage.errors import CacheError, CacheNotFound
 from niels_gpt.storage.meta_json import checked_int
 from niels_gpt.storage.remedies import build_again
@@ -34,15 +32,11 @@ def iter_eval(
     rank: int = 0,
     world_size: int = 1,
     device: str = "cpu",
-    tokenizer_sha256: str | None = None,
-    expect: Mapping[str, Any] | None = None,
-    io: IO = "mmap",
-    dtype: TokenDtype | None = None,
-    check: Check = "ends",
+    **opening: Unpack[OpeningTokens],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Return an iterator over x, y: int64 [b, T], b <= B, contiguous: the windows at stride T of a split's tokens.
 
-    shards_dir, split, and the arguments after device: see `PretrainSplit`.
+    shards_dir, split, opening: see `PretrainSplit`.
     Windows cross shards, so that the result does not depend on the size of the shards, and every token but the first is
     a target exactly once. The last window is padded with x = 0 and y = -100, which cross entropy ignores. For a mean
     over tokens divide the summed loss by `(y != -100).sum()`, not by the number of batches.
@@ -57,8 +51,7 @@ def iter_eval(
     rank, world_size = checked_int("rank", rank, 0), checked_int("world_size", world_size, 1)
     if rank >= world_size:
         raise ValueError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size")
-    options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
-    opened = PretrainSplit(shards_dir, split=split, check=check, in_order=True, **options)
+    opened = PretrainSplit(shards_dir, split=split, in_order=True, **opening)
     ends = np.cumsum(opened.lengths)
     total = int(ends[-1])
     if total < 2:
@@ -126,7 +119,7 @@ def bits_per_byte(
     nats = float(loss_sum.detach() if isinstance(loss_sum, torch.Tensor) else loss_sum)
     if not 0 <= nats < math.inf:
         raise ValueError(f"loss_sum={nats}: expected a sum of cross entropies, 0 or more")
-    cache, name = named_split(shards_dir, split)
+    cache, name = named_split(local_path(shards_dir, {}), split)
     folder = resolved_split(cache if name is None else cache / name)
     if not folder.parent.is_dir():
         raise CacheNotFound(f"{shards_dir}: no such folder. {build_again(shards_dir)}")

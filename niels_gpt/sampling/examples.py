@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Unpack, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.checksums import Check
-from niels_gpt.cache.formats import TokenDtype
-from niels_gpt.cache.mmap import IO
+from niels_gpt.cache.reader import OpeningTokens
 from niels_gpt.cache.sft_counts import OverLength, count_rows, warn_of_counts
 from niels_gpt.cache.sft_split import SFTSplit
 from niels_gpt.sampling.batch import Batch
 from niels_gpt.sampling.epochs import Epochs, Units
 from niels_gpt.sampling.rows import Ahead, PlacedPieces, ReadRows, read_pieces
 from niels_gpt.sampling.stream import Numbers, Stream
+from niels_gpt.sampling.stretches import OPEN_SHARDS, STRETCH_TOKENS, Order
 from niels_gpt.storage.meta_json import checked_int, printable
 from niels_gpt.storage.versions import version_name
 
@@ -48,8 +46,14 @@ class Examples(Units):
     def settings(self) -> dict[str, Any]:
         return {"T": self.T, "over_length": self.over_length, "require_targets": self.require_targets}
 
+    def stretches(self) -> Numbers:
+        begins = self.rows.places(self.split, np.arange(len(self)))[0]
+        changes = np.flatnonzero(np.diff(begins // STRETCH_TOKENS)) + 1
+        return np.diff(changes, prepend=0, append=len(begins))
+
     def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> Ahead:
         begins, ends, pieces, examples = self.rows.places(self.split, units)
+        self.split.will_read(begins, ends)
         return Ahead(
             len(units), self.T, lambda some: self._read(begins[some], ends[some], pieces[some], examples[some])
         )
@@ -88,15 +92,13 @@ class SFTStream(Stream[Batch]):
         drop_last: bool = False,
         over_length: OverLength = "truncate",
         require_targets: bool = False,
-        tokenizer_sha256: str | None = None,
-        expect: Mapping[str, Any] | None = None,
-        io: IO = "mmap",
-        dtype: TokenDtype | None = None,
-        check: Check = "ends",
+        order: Order = "all",
+        open_shards: int = OPEN_SHARDS,
+        **opening: Unpack[OpeningTokens],
     ) -> None:
-        """Open a split. cache_dir, split, tokenizer_sha256, expect, io, dtype, check: see `SFTSplit`.
+        """Open a split. cache_dir, split, opening: see `SFTSplit`.
 
-        global_batch_size, epochs, drop_last: see `EpochStream`.
+        global_batch_size, epochs, drop_last, order, open_shards: see `EpochStream`.
         over_length: what becomes of an example of L > T + 1 tokens: "truncate" to T + 1; "drop"; "error"; or "split" in
             windows of T + 1 tokens at stride T, the last one shorter. Each token after the first is then the target of
             exactly one of ceil((L - 1) / T) rows.
@@ -113,13 +115,12 @@ class SFTStream(Stream[Batch]):
         if not isinstance(require_targets, bool):
             raise ValueError(f"require_targets={require_targets!r}: expected True or False")
         self.over_length, self.require_targets = over_length, require_targets
-        options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
-        self.split = SFTSplit(cache_dir, split, check=check, **options)
+        self.split = SFTSplit(cache_dir, split, **opening)
         self.folder = self.split.folder
         examples = Examples(self.split, self.T, over_length=over_length, require_targets=require_targets)
         self.counts, self.samples_per_epoch = examples.counts, len(examples)
         warn_of_counts(self.split, self.counts, T=self.T, over_length=over_length)
-        self._serve(Epochs(examples, seed=self.seed, epochs=self.epochs))
+        self._serve(Epochs(examples, seed=self.seed, epochs=self.epochs, order=order, open_shards=open_shards))
 
     def __repr__(self) -> str:
         """Return the cache, the shape of a batch, the rank and the position."""

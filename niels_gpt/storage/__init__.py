@@ -5,6 +5,7 @@ versions.py    a cache's versions and unfinished builds: commits or resumes one,
 fresh_folder.py a folder that is whole or does not exist
 locks/         one builder for each cache; readers that keep their version from gc
 meta_json.py   meta.json's checksum and file records; refuses links, holes and wrong values in files of a cache
+mounted.py     folders that stand for files elsewhere, as of a cache in a bucket
 filemaps.py    many files mapped as one array
 parquet_pages.py reads the sizes of a parquet file's pages from their headers
 arrow_messages.py reads the sizes of an Arrow stream's messages from their headers

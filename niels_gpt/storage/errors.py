@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from niels_gpt.storage.codes import own_code
+from niels_gpt.storage.mounted import shown
 
 REBUILD = "rebuild"
 """As a remedy, or at its end: becomes the command that builds the cache at the error's path from scratch."""
@@ -191,8 +192,9 @@ class CacheError(CodedError, ValueError, code="E201"):
         *,
         code: str = "E201",
     ) -> None:
-        super().__init__(os.fspath(path), found, expected, remedy, code=code)  # the arguments of a pickled copy
-        self.path, self.found, self.expected, self._remedy = os.fspath(path), found, expected, remedy
+        path = shown(path)
+        super().__init__(path, found, expected, remedy, code=code)  # the arguments of a pickled copy
+        self.path, self.found, self.expected, self._remedy = path, found, expected, remedy
 
     @property
     def remedy(self) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, NotRegularError, PathLike, canonical_json, open_for_reading
+from niels_gpt.storage.mounted import MOUNTED, let_arrive
 
 MAX_JSON_BYTES = 1 << 25
 """Largest file that is parsed: 32 MiB. The meta.json of 15,000 shards has 4 MiB."""
@@ -74,6 +75,8 @@ def open_regular(path: PathLike, *, holes: bool = False, least_share: int = LEAS
     Raises: FileNotFoundError; CacheError E205 for a symlink, a folder, a FIFO or a device; CacheError E203 for a sparse
         file.
     """
+    if MOUNTED:
+        let_arrive(path)
     try:
         handle = open_for_reading(path)
     except NotRegularError as error:

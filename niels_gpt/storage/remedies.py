@@ -113,6 +113,8 @@ def build_again(path: str | os.PathLike[str], code: str = "") -> str:
 
     path: any file or folder of the cache. code: of the error; for E402 in a copy, the remedy is another tokenizer.
     """
+    if _URL.match(text := os.fspath(path)):
+        return f"Have it sent again from a good copy: {shlex.join([PROGRAM, 'push', 'CACHE', text, '--check'])}"
     if is_copy(path):
         return _ITS_TOKENIZER if code == "E402" else ANOTHER_COPY
     return f"Build it again: {rebuild_command(path)}"

@@ -39,6 +39,7 @@ from niels_gpt.storage.meta_json import (
     read_regular,
     sha256_regular,
 )
+from niels_gpt.storage.mounted import shown
 
 _BUILT = "is being built"  # the state of a locked cache
 VERSIONS_DIR = ".versions"
@@ -91,7 +92,7 @@ def version_name(folder: Path) -> str:
     """Return the public path and version of a version's folder, or another folder's path: one printable line."""
     public = public_path(folder)
     kind = "" if folder.name.startswith((BUILDING, PARTITIONS)) else "version "
-    return printable(str(folder) if public is None else f"{public} ({kind}{folder.name})")
+    return printable(shown(folder) if public is None else f"{public} ({kind}{folder.name})")
 
 
 @contextmanager

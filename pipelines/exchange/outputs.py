@@ -11,9 +11,9 @@ from typing import Any
 
 import dagster as dg
 
+from niels_gpt.buckets.bucket import scheme_of
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.exchange.output import MANIFEST_NAME
-from niels_gpt.exchange.transfer.remote import scheme_of
 from niels_gpt.recipes.exchange.outputs import (
     PUBLISHED,
     Delivered,

@@ -11,17 +11,15 @@ import time
 
 import pytest
 from support import small_builds
-from support.buckets import MARK_NAME, bucket, impatience, waiting
+from support.buckets import MARK_NAME, bucket, impatience
 from support.disk import META_NAME
 from support.errors import refused
-from support.s3_server import SECRET, S3Server
+from support.s3_server import SECRET
 from support.small_builds import whole_version
 
 from niels_gpt.exchange.transfer import fetch, push
 from niels_gpt.storage.errors import CacheError
 
-pytest.importorskip("s3fs", reason="the extra s3 is not installed")
-pytest.importorskip("moto", reason="the extra buckets is not installed")
 pytestmark = pytest.mark.slow
 
 RUN = """
@@ -35,20 +33,9 @@ else:
 """
 
 
-@pytest.fixture(scope="module")
-def running():
-    with S3Server() as server:
-        yield server
-
-
 @pytest.fixture
-def server(running, monkeypatch):
-    """The server without faults, at which the libraries of this process look."""
-    running.refuse, running.cut_after, running.delay_s, running.lies = 0, None, 0.0, {}
-    for name, value in running.environment().items():
-        monkeypatch.setenv(name, value)
-    with waiting(0.01):
-        yield running
+def server(s3_server):
+    return s3_server
 
 
 @pytest.fixture(scope="module")

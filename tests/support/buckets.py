@@ -4,8 +4,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from niels_gpt.exchange.transfer import remote
-from niels_gpt.exchange.transfer.remote import Bucket
+from niels_gpt.buckets import bucket as remote
+from niels_gpt.buckets.bucket import Bucket
 
 MARK_NAME = "niels_gpt-push.json"
 """What a push leaves while it runs, by docs/buckets.md."""

@@ -1,4 +1,4 @@
-"""A real S3 server on 127.0.0.1, moto's in a process, behind a small proxy that cuts, delays and answers 503."""
+"""A real S3 server on 127.0.0.1, moto's, behind a small proxy that cuts, delays, limits and answers 503."""
 
 import os
 import socket
@@ -24,9 +24,12 @@ class S3Server:
         """Bytes of answers until a connection ends."""
         self.delay_s = 0.0
         """Before each request."""
+        self.bytes_per_s = None
+        """Of all answers together; None: no limit."""
         self.lies = {}
         """What returns an answer, in parts, or None, by the beginning of requests, such as b"GET /team/x/meta.json"."""
-        self.requests = 0
+        self.requests = self.sent_bytes = 0
+        self._free_at, self._line = 0.0, threading.Lock()
         self._port = _free_port()
 
     def __enter__(self):
@@ -46,6 +49,9 @@ class S3Server:
         self._listener.close()
         self._process.kill()
         self._process.wait()
+
+    def clear_faults(self):
+        self.refuse, self.cut_after, self.delay_s, self.bytes_per_s, self.lies = 0, None, 0.0, None, {}
 
     def make_bucket(self, name):
         request = urllib.request.Request(f"http://127.0.0.1:{self._port}/{name}", method="PUT")
@@ -98,8 +104,17 @@ class S3Server:
                         self.cut_after = None
                         break
                     self.cut_after -= len(content)
+                self._wait_for_line(len(content))
                 client.sendall(content)
         _end(client, server)
+
+    def _wait_for_line(self, num_bytes):
+        with self._line:
+            self.sent_bytes += num_bytes
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + (num_bytes / self.bytes_per_s if self.bytes_per_s else 0)
+            wait_s = self._free_at - now
+        time.sleep(max(wait_s, 0))
 
 
 def _end(*sockets):

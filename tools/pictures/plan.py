@@ -23,7 +23,7 @@ LEVELS = (
     ("source + tokenizer + builder", ("recipes",), ORANGE),
     ("finished caches", ("kinds", "exchange", "sampling", "eagle3", "prefix_tree"), GREEN),
     ("build and read", ("engine", "cache"), BLUE),
-    ("text, chats, models", ("data", "hub", "chat", TEXT, "display"), MUTED),
+    ("text, chats, models, buckets", ("data", "hub", "chat", TEXT, "display", "buckets"), MUTED),
     ("files, settings", ("storage", "settings", "work, paths"), MUTED),
 )
 

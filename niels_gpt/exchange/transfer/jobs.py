@@ -7,13 +7,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeVar
 
+from niels_gpt.buckets.bucket import Stopped
 from niels_gpt.work import Progress
 
 Item = TypeVar("Item")
-
-
-class Stopped(Exception):
-    """This transfer was given up because another one failed."""
 
 
 class Tally:

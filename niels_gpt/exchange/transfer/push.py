@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from niels_gpt.exchange.transfer.described import NOTE_NAME, Described, Pushed, described
-from niels_gpt.exchange.transfer.jobs import Tally, at_once
-from niels_gpt.exchange.transfer.remote import (
+from niels_gpt.buckets.bucket import (
     HUB_FOLDER,
     Bucket,
     Patience,
@@ -27,6 +25,8 @@ from niels_gpt.exchange.transfer.remote import (
     redacted,
     scheme_of,
 )
+from niels_gpt.exchange.transfer.described import NOTE_NAME, Described, Pushed, described
+from niels_gpt.exchange.transfer.jobs import Tally, at_once
 from niels_gpt.kinds.folders import refuse_unless_cache
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json

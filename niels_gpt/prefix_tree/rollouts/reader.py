@@ -9,15 +9,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from niels_gpt.cache.checksums import Check, CheckedItems
+from niels_gpt.cache.checksums import CheckedItems
 from niels_gpt.cache.formats import token_dtype_of
-from niels_gpt.cache.mmap import mapped_npy, mmap_tokens, public_file
-from niels_gpt.cache.reader import Reader, named_cache
+from niels_gpt.cache.mmap import FetchedItems, mapped_npy, mmap_tokens, public_file, token_files
+from niels_gpt.cache.reader import Opening, Reader, local_path, named_cache
 from niels_gpt.prefix_tree.rollouts.records import (
     BIT_ORDER,
     FIELDS,
@@ -74,24 +74,20 @@ class RolloutDataset(Reader):
         self,
         path: str | os.PathLike[str],
         split: str | None = None,
-        *,
-        tokenizer_sha256: str | None = None,
-        expect: Mapping[str, Any] | None = None,
-        check: Check = "ends",
+        **opening: Unpack[Opening],
     ) -> None:
         """path: of a rollout cache, such as cache/rollouts/NAME, or of a split in it: cache/rollouts/NAME/val.
 
         split: "train" or "val"; None: what `path` says, else "train".
-        tokenizer_sha256: raise CacheError unless this tokenizer produced the ids. expect: an earlier `fingerprint`;
-        raise CacheError unless the split still has it. check: see `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
+        opening: see `niels_gpt.cache.reader.Opening`.
 
         Raises:
             FileNotFoundError: no such cache or file.
             CacheError: a damaged cache, a cache of another kind, or a split without a group (E204). It names the file.
             ValueError: another split or check.
         """
-        self._asked = tokenizer_sha256
-        self._open_version(*named_cache(path, split), tokenizer_sha256, expect, check)
+        self._asked = opening.get("tokenizer_sha256")
+        self._open_version(*named_cache(local_path(path, opening), split), **opening)
 
     def _prepare(self) -> None:
         if self.meta is None:
@@ -116,6 +112,8 @@ class RolloutDataset(Reader):
 
         def mapped(name: str, dtype: np.dtype[Any]) -> Any:
             place, size = opened(name)
+            if self._sums.mount is not None:
+                return FetchedItems(token_files([(place, size)], self._sums, dtype=dtype))
             items = mmap_tokens(place, expected_bytes=size, dtype=dtype, sums=self._sums)
             return CheckedItems(items, place, self._sums) if self._sums.every_block else items
 

@@ -11,14 +11,14 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.mmap import public_file
+from niels_gpt.cache.reader import Opening
 from niels_gpt.prefix_tree.bins import SampleSizes, plan_bins
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset, values_of
@@ -134,11 +134,9 @@ class RolloutStream(Stream[RolloutBin]):
         world_size: int = 1,
         epochs: int | None = None,
         oversize: str = "error",
-        tokenizer_sha256: str | None = None,
-        expect: Mapping[str, Any] | None = None,
-        check: Check = "ends",
+        **opening: Unpack[Opening],
     ) -> None:
-        """cache, split, tokenizer_sha256, expect, check: see `RolloutDataset`.
+        """cache, split, opening: see `RolloutDataset`.
 
         max_tokens: the most tokens of a row after folding. A larger group is cut into several bins.
         epochs: how many until the stream ends; None: never.
@@ -155,7 +153,7 @@ class RolloutStream(Stream[RolloutBin]):
             raise ValueError(f"oversize={oversize!r}: expected 'error' or 'own_bin'")
         self.oversize = oversize
         self._keys = random_keys(self.seed, ROUNDS, purpose=_PURPOSE)
-        self.dataset = RolloutDataset(cache, split, tokenizer_sha256=tokenizer_sha256, expect=expect, check=check)
+        self.dataset = RolloutDataset(cache, split, **opening)
         self.samples_per_epoch = len(self.dataset.samples)
         self._end = None if self.epochs is None else limited("epochs", self.epochs, self.samples_per_epoch)
         lengths = self.dataset.samples[:, 0]

@@ -25,11 +25,11 @@ from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from typing import Any
 
+from niels_gpt.buckets.bucket import Bucket, scheme_of
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.exchange.names import FORMAT_NAMES
 from niels_gpt.exchange.output import MANIFEST_NAME
 from niels_gpt.exchange.transfer.described import Pushed
-from niels_gpt.exchange.transfer.remote import Bucket, scheme_of
 from niels_gpt.recipes.records import RUNS_DIR, cache_root
 from niels_gpt.recipes.user_sources import DELIVERIES, sources_tables
 from niels_gpt.settings import Settings

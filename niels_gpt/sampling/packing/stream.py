@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.checksums import Check
-from niels_gpt.cache.formats import TokenDtype
 from niels_gpt.cache.meta import reader_meta
-from niels_gpt.cache.mmap import IO, public_file
+from niels_gpt.cache.mmap import public_file
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
-from niels_gpt.cache.reader import named_cache
+from niels_gpt.cache.reader import OpeningTokens, local_path, named_cache
 from niels_gpt.cache.sft_counts import OverLength
 from niels_gpt.sampling.batch import Batch
 from niels_gpt.sampling.epochs import Epochs, Units
 from niels_gpt.sampling.packing.pieces import PackedCounts, Pieces
 from niels_gpt.sampling.packing.plan import PLAN_VERSION, Plan, Turn
-from niels_gpt.sampling.rows import Ahead, PlacedPieces, ReadRows, read_pieces
+from niels_gpt.sampling.rows import Ahead, PlacedPieces, read_pieces
 from niels_gpt.sampling.stream import Numbers, Stream
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.meta_json import checked_int, printable
@@ -109,10 +106,17 @@ class PackedRows(Units):
         return self._pieces.num_long
 
     def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> Ahead:
-        return Ahead(len(units), self.T, lambda some: self._read(units[some], epochs[some], key))
+        if self.split.is_fetched:
+            placed = self._placed(units, epochs, key)
+            self.split.will_read(placed.begins, placed.ends)
+        return Ahead(
+            len(units),
+            self.T,
+            lambda some: read_pieces(self.split, self._placed(units[some], epochs[some], key), self.T, self.pad_id),
+        )
 
-    def _read(self, rows: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> ReadRows:
-        """Read rows of the plan, each in an epoch: int64 [n] both; key: uint64 [1], of the turns."""
+    def _placed(self, rows: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> PlacedPieces:
+        """Return the pieces of rows of the plan, each in an epoch: int64 [n] both; key: uint64 [1], of the turns."""
         counts, at = self._plan.located(rows)
         pieces = self._pieces_at(at, counts, epochs, key)
         documents, begins, document_ends = self._pieces.located(pieces)
@@ -120,8 +124,7 @@ class PackedRows(Units):
         is_cut = None if document_ends is None else ends < document_ends
         has_none = self.is_pretrain or not self.num_long or self.split.has_bits
         opened = None if has_none else self.split.opened(begins, self._starts().take(documents))
-        placed = PlacedPieces(counts, np.stack((pieces, documents)), begins, ends, is_cut, opened)
-        return read_pieces(self.split, placed, self.T, self.pad_id)
+        return PlacedPieces(counts, np.stack((pieces, documents)), begins, ends, is_cut, opened)
 
     def _pieces_at(self, at: Numbers, counts: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> Numbers:
         """Return the pieces of rows. at: their places in the plan's slots; counts: of pieces of each row."""
@@ -178,11 +181,7 @@ class PackedStream(Stream[Batch]):
         epochs: int | None = None,
         drop_last: bool = False,
         over_length: OverLength = "split",
-        tokenizer_sha256: str | None = None,
-        expect: Mapping[str, Any] | None = None,
-        io: IO = "mmap",
-        dtype: TokenDtype | None = None,
-        check: Check = "ends",
+        **opening: Unpack[OpeningTokens],
     ) -> None:
         """Open a split of a pretrain or sft cache, and plan its rows.
 
@@ -195,9 +194,8 @@ class PackedStream(Stream[Batch]):
         counts: dict[str, Any] = {"global_batch_size": global_batch_size, "rank": rank, "world_size": world_size}
         super().__init__(**counts, seed=seed, epochs=epochs, device=device, drop_last=drop_last)
         self.T = checked_int("T", T, 1)
-        cache, name = named_cache(cache_dir, split)
-        options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
-        self.split = _opened(cache, name, {**options, "check": check})
+        cache, name = named_cache(local_path(cache_dir, opening), split)
+        self.split = _opened(cache, name, opening)
         self.folder, self.over_length = cache, over_length
         self._packed = PackedRows(self.split, cache, self.T, over_length)
         self.counts, self.pad_id, self.samples_per_epoch = self._packed.counts, self._packed.pad_id, len(self._packed)
@@ -237,11 +235,11 @@ class PackedStream(Stream[Batch]):
         }
 
 
-def _opened(cache: Path, split: str, options: dict[str, Any]) -> Any:
+def _opened(cache: Path, split: str, opening: OpeningTokens) -> Any:
     """Open a split of a cache of either family, by the kind in its meta.json; without one it is a pretrain cache."""
     meta = reader_meta(cache)
     if meta is not None and meta.get("kind") == "sft":
         from niels_gpt.cache.sft_split import SFTSplit
 
-        return SFTSplit(cache, split, **options)
-    return PretrainSplit(cache, split=split, **options)
+        return SFTSplit(cache, split, **opening)
+    return PretrainSplit(cache, split=split, **opening)

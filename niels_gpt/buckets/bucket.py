@@ -19,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from niels_gpt.exchange.transfer.jobs import Stopped
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import LEAST_SHARE, open_regular, path_inside, printable
+from niels_gpt.storage.mounted import is_url
 from niels_gpt.storage.waits import Waits, asked_seconds, causes, is_passing
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,6 @@ _LIBRARIES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "az": ("adlfs", "az")
 _SAME = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": "file", "": "file"}
 _SCHEMES = ("file", "memory", "hf", *_LIBRARIES)
 _HALF = re.compile(r"((?:.*/)?)\.([^/]+)\.[0-9a-f]{8}\.tmp")
-_ONE_SLASH = re.compile(rf"(?i)({'|'.join([*_SCHEMES, *filter(None, _SAME)])}):/")
 _PART_BYTES, _MOST_PARTS, _PARTS_AT_ONCE = 16 << 20, 9_000, 2  # of an upload to S3: memory stays below 32 MiB a job
 _NETWORK = frozenset(
     {
@@ -66,6 +65,10 @@ HUB_FOLDER = re.compile(r"datasets/([\w.-]+/[\w.-]+)(?:@([^/:@]+))?(?:/(.*))?")
 _T = TypeVar("_T")
 
 
+class Stopped(Exception):
+    """This transfer was given up because another one failed."""
+
+
 def scheme_of(url: str) -> str:
     """Return the scheme of a URL: file for a path.
 
@@ -75,7 +78,7 @@ def scheme_of(url: str) -> str:
     kind = _SAME.get(scheme.lower(), scheme.lower()) if colon else "file"
     if kind not in _SCHEMES:
         raise ValueError(f"{printable(scheme)[:40]}://: expected a path or one of {_known()}")
-    if not url or (not colon and _ONE_SLASH.match(url)):
+    if not url or (not colon and is_url(url)):
         raise ValueError(f"{printable(url)[:40] or 'an empty URL'}: expected a path or {_known()}")
     if kind not in ("file", "memory") and rest.partition("/")[0] == "":
         raise ValueError(f"{kind}://: expected the name of a bucket after it, and a folder")
@@ -339,7 +342,7 @@ def _opened(kind: str, url: str, patience: Patience) -> tuple[Any, str]:
     fresh: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False} if library else {}
     try:
         if kind in ("s3", "gs"):
-            from niels_gpt.exchange.transfer.answers import bounded
+            from niels_gpt.buckets.answers import bounded
 
             fresh |= bounded(kind)
         fs = fsspec.filesystem(kind, **fresh)

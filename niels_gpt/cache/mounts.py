@@ -1,0 +1,585 @@
+"""A cache at a URL, mounted: a folder here that stands for it. Readers open that folder like any other cache.
+
+Small files arrive whole when they are opened, and are compared with their sha256. Large files (tokens, loss, rollouts)
+never do: they are read in blocks of 64 KiB, which arrive in pieces of 1 MiB, up to 8 of them in one request. Each block
+is compared with its CRC-32 in index/crc32.bin when it arrives, and again whenever this process reads it from the
+folder, because another process may have written it. All is what meta.json said when the cache was mounted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shlex
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.buckets.bucket import SAID_AFTER_S, Bucket, scheme_of
+from niels_gpt.buckets.folder import HALF, PIECES, BoundedFolder, read_at
+from niels_gpt.cache.checksums import CRC_DTYPE, covered_files
+from niels_gpt.cache.formats import BLOCK_BYTES, SPLITS, crc32, num_blocks
+from niels_gpt.cache.meta import checked_meta
+from niels_gpt.storage.errors import CacheError, CacheNotFound, UsageError
+from niels_gpt.storage.fileio import META_NAME, open_for_reading
+from niels_gpt.storage.meta_json import MAX_JSON_BYTES, file_records, meta_crc32, parse_object, printable
+from niels_gpt.storage.mounted import MOUNTED
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 1 << 20
+MOST_PIECES = 8
+"""Neighbours that one request asks for."""
+JOBS = 8
+"""Requests at once, of each process."""
+MAX_BYTES = 10 << 30
+MAX_AHEAD = 256 << 20
+_MEMORY_BYTES = 32 << 20  # blocks that a process keeps
+_BLOCKS = PIECE_BYTES // BLOCK_BYTES
+_LEAST_BYTES = 16 << 20
+_LOOKED_AT = 512  # places of a plan among which a piece that was read is looked for
+_SOON = 1024  # places of a plan
+_IDLE_S = 10.0
+_POLL_S = 0.01
+_OWN_FOLDER = "Name a folder that only these runs write to: local=DIR"
+
+
+class Plan:
+    """The pieces that one reader needs next, in its order, and how far it and the threads are."""
+
+    def __init__(self, keys: NDArray[np.int64], owner: object) -> None:
+        """keys: number of the file << 32 | piece: int64 [n]."""
+        is_new = np.ones(len(keys), dtype=np.bool_)
+        is_new[1:] = keys[1:] != keys[:-1]
+        self._keys: list[int] = keys[is_new].tolist()
+        self._place = {key: place for place, key in reversed([*enumerate(self._keys)])}
+        self._read = self._taken = 0
+        self._ahead: deque[tuple[int, int]] = deque()  # place and bytes of what was fetched, and not read yet
+        self.owner, self.ahead_bytes, self.run = weakref.ref(owner), 0, 1
+
+    def reach(self, key: int) -> bool:
+        """Note that a piece is read now. Returns whether more may be fetched by that."""
+        if self._read < len(self._keys) and self._keys[self._read] == key:
+            return False
+        with suppress(ValueError):
+            self._read = self._keys.index(key, self._read, self._read + _LOOKED_AT)
+        before = self.ahead_bytes
+        while self._ahead and self._ahead[0][0] <= self._read:
+            self.ahead_bytes -= self._ahead.popleft()[1]
+        return self.ahead_bytes < before
+
+    def take(self) -> int | None:
+        """Return the next piece that nobody has looked for; None after the last one."""
+        self._taken = max(self._taken, self._read)
+        if self._taken >= len(self._keys):
+            return None
+        self._taken += 1
+        return self._keys[self._taken - 1]
+
+    def is_soon(self, key: int) -> bool:
+        """Return whether a piece is needed soon, so that it may come along with its neighbour."""
+        place = self._place.get(key, -1)
+        return bool(self._read <= place < self._taken + _SOON)
+
+    def note(self, num_bytes: int) -> None:
+        """Count bytes that are fetched for the piece that was taken last."""
+        self._ahead.append((self._taken - 1, num_bytes))
+        self.ahead_bytes += num_bytes
+
+
+class Mount:
+    """One cache at a URL, as its meta.json was. Threads share it; it may be forked and pickled.
+
+    A copy reads meta.json neither from the URL nor from the folder: it brings the bytes along.
+    """
+
+    folder: Path
+    """The folder that stands for it."""
+
+    def __init__(self, url: str, local: Path, max_bytes: int, max_ahead: int, raw: bytes) -> None:
+        """url: of the cache. local: absolute. raw: the bytes of its meta.json.
+
+        Raises: CacheError for a meta.json that readers refuse, a cache without checksums, and a folder that is not
+            ours; OSError.
+        """
+        self.url, self.raw, self.max_ahead = url.rstrip("/"), raw, min(max_ahead, max_bytes // 4)
+        self.shown = printable(self.url)
+        where = f"{self.shown}/{META_NAME}"
+        self.meta = _parsed(raw, where)
+        self.records = {str(record["name"]): record for record in file_records(self.meta, where)}
+        self._numbers = {name: number for number, name in enumerate(self.records)}
+        self._names, self._sizes = list(self.records), [int(each["bytes"]) for each in self.records.values()]
+        self.store = BoundedFolder(local, max_bytes)
+        digest = hashlib.sha256(raw).hexdigest()[:12]
+        name = "".join(each if each.isalnum() or each in "._-" else "_" for each in self.url.rsplit("/", 1)[-1])
+        self.folder = self.store.make(f"{name[:80] or 'cache'}-{digest}")
+        self._begin()
+        MOUNTED[str(self.folder)] = self
+        for parent in {os.path.dirname(name) for name in self.records}:
+            os.makedirs(self.folder / parent, 0o700, exist_ok=True)
+        self._write_meta()
+        if covered_files(self.meta):
+            _ = self._sums
+
+    def _begin(self) -> None:
+        """Make what no other process has."""
+        self._pid, self._bucket = os.getpid(), Bucket(self.url)
+        self._lock, self._wake = threading.RLock(), threading.Condition()
+        self._memory: OrderedDict[int, memoryview] = OrderedDict()
+        self._arriving: dict[int, Future[bytes | None]] = {}
+        self._whole: dict[str, tuple[int, ...]] = {}
+        self._plans: dict[int, Plan] = {}
+        self._threads = 0
+        self.fetched_bytes = self.requests = 0
+
+    def _here(self) -> None:
+        if self._pid != os.getpid():
+            self._begin()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (self.url, self.store.path, self.store.max_bytes, self.max_ahead, self.raw)
+
+    def __repr__(self) -> str:
+        return f"Mount({self.shown}, {self.folder})"
+
+    # --- whole files --------------------------------------------------------------------------------------------------
+
+    def _write_meta(self) -> None:
+        path = self.folder / META_NAME
+        if read_at(path, len(self.raw), 0, len(self.raw)) == self.raw:
+            return
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        with self.store.arriving(path, len(self.raw)) as handle:
+            if handle is not None:
+                os.pwrite(handle, self.raw, 0)
+
+    def arrive(self, name: str) -> None:
+        """Bring a file whole, unless it is in the folder and has its sha256, which is compared once a process.
+
+        Raises: CacheError E611 for damage at the URL, E610 if the cache there was replaced, E612; NoRoomError E501.
+        """
+        record = self.records.get(name)
+        if record is None:
+            return
+        self._here()
+        path, size = self.folder / name, int(record["bytes"])
+        with self._lock:
+            for _ in range(3):
+                identity = _identity(path)
+                if identity is not None and self._whole.get(name) == identity:
+                    return
+                if identity is not None and _has_sha256(path, size, record["sha256"]):
+                    self._whole[name] = identity
+                    return
+                if identity is not None:
+                    logger.info("%s: not as the cache's %s describes it, so it is fetched again", path, META_NAME)
+                    os.unlink(path)
+                with self.store.arriving(path, size) as handle:
+                    if handle is None:
+                        time.sleep(_POLL_S)  # another process brings it
+                    else:
+                        self._bring(record, handle)
+        raise CacheError(path, "changed again and again while it was opened", remedy=_OWN_FOLDER, code="E210")
+
+    def _bring(self, record: Mapping[str, Any], handle: int) -> None:
+        """Fetch a whole file, and once more if it arrives damaged."""
+        name, size, found = str(record["name"]), int(record["bytes"]), ""
+        for _ in range(2):
+            digest, at = hashlib.sha256(), 0
+            try:
+                for piece in self._bucket.pieces(name, 0, size):
+                    os.pwrite(handle, piece, at)
+                    digest.update(piece)
+                    at += len(piece)
+            except FileNotFoundError:
+                found = "no such file"
+                continue
+            if digest.hexdigest() == record["sha256"]:
+                self._count(size)
+                return
+            found = (
+                f"arrived with the sha256 {digest.hexdigest()[:12]} ({at:,} of {size:,} bytes), in a second attempt too"
+            )
+        self._refuse(name, found, f"{record['sha256'][:12]} by its {META_NAME}")
+
+    def _refuse(self, name: str, found: str, expected: str) -> NoReturn:
+        """Raise the error of a file at the URL that is not as it was when the cache was mounted."""
+        if self._bucket.read(META_NAME, MAX_JSON_BYTES) != self.raw:
+            replaced = "the cache was replaced at its URL after it was opened. No row of the new one was served"
+            raise CacheError(self.shown, replaced, remedy="Open it again, with allow_other_content", code="E610")
+        again = f"niels-gpt push CACHE {shlex.quote(self.url)} --check"
+        remedy = f"Have it sent again from a good copy: {again}"
+        raise CacheError(self._bucket.at(name), found, expected, remedy, code="E611")
+
+    # --- pieces of large files ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def _sums(self) -> tuple[NDArray[np.uint32], dict[str, int]]:
+        """The checksums of all blocks, and the number of each file's first one."""
+        name, firsts, total = str(self.meta["checksums"]["name"]), dict[str, int](), 0
+        for record in covered_files(self.meta):
+            firsts[str(record["name"])] = total
+            total += num_blocks(int(record["bytes"]))
+        size = total * CRC_DTYPE.itemsize
+        if int(self.records[name]["bytes"]) != size:
+            found = f"{self.records[name]['bytes']} bytes of checksums"
+            raise CacheError(f"{self.shown}/{META_NAME}", found, f"{size}, for {total} blocks", code="E202")
+        self.arrive(name)
+        raw = read_at(self.folder / name, size, 0, size)
+        if raw is None or hashlib.sha256(raw).hexdigest() != self.records[name]["sha256"]:
+            raise CacheError(self.folder / name, "changed while it was read", remedy=_OWN_FOLDER, code="E210")
+        return np.frombuffer(raw, dtype=CRC_DTYPE), firsts
+
+    def name_of(self, path: Path) -> str:
+        """Return the name of a file in the folder. Raises: ValueError for another path."""
+        return path.relative_to(self.folder).as_posix()
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file. Raises: CacheNotFound for a file that meta.json does not name."""
+        if name not in self.records:
+            raise CacheNotFound(f"{self.shown}/{printable(name)}: its {META_NAME} does not name this file")
+        return int(self.records[name]["bytes"])
+
+    def read_into(self, memory: memoryview, name: str, at: int, plan: Plan | None = None) -> None:
+        """Fill memory with bytes of a file from byte `at` on, which must all be in it.
+
+        Raises: CacheError E611 for damage at the URL, E610 if the cache there was replaced, E612; NoRoomError E501.
+        """
+        self._here()
+        number, done, total = self._numbers[name], 0, len(memory)
+        while done < total:
+            block, start = divmod(at + done, BLOCK_BYTES)
+            if plan is not None and plan.reach(number << 32 | block // _BLOCKS):
+                with self._wake:
+                    self._wake.notify()
+            part = self._block(number, block)[start : start + total - done]
+            if not part:
+                raise CacheError(self._bucket.at(name), f"ends after {at + done} bytes", code="E203")
+            memory[done : done + len(part)] = part
+            done += len(part)
+
+    def _block(self, number: int, block: int) -> memoryview:
+        key = number << 32 | block
+        with self._lock:
+            content = self._memory.get(key)
+            if content is not None:
+                self._memory.move_to_end(key)
+                return content
+        content = self._from_folder(number, block)
+        piece, inside = divmod(block, _BLOCKS)
+        while content is None:
+            whole = self._arrived(number, piece)
+            if whole is None:  # another process brought it
+                content = self._from_folder(number, block)
+            else:
+                content = memoryview(whole)[inside * BLOCK_BYTES : (inside + 1) * BLOCK_BYTES]
+        with self._lock:
+            self._memory[key] = content
+            while len(self._memory) > _MEMORY_BYTES // BLOCK_BYTES:
+                self._memory.popitem(last=False)
+        return content
+
+    def _path(self, number: int, piece: int) -> Path:
+        return self.folder / PIECES / f"{number:x}-{piece:x}"
+
+    def _span(self, number: int, piece: int) -> tuple[int, int]:
+        return piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, self._sizes[number])
+
+    def _from_folder(self, number: int, block: int) -> memoryview | None:
+        """Return a block that is in the folder. A file with another content is removed."""
+        piece, inside = divmod(block, _BLOCKS)
+        begin, end = self._span(number, piece)
+        path = self._path(number, piece)
+        content = read_at(path, end - begin, inside * BLOCK_BYTES, BLOCK_BYTES)
+        if content is None:
+            return None
+        if self._wrong_block(number, block, [content]) is None:
+            return memoryview(content)
+        logger.warning("%s: damaged in this folder, so it is fetched again", path, extra={"code": "W611"})
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        return None
+
+    def _wrong_block(self, number: int, first: int, blocks: Iterable[Any]) -> int | None:
+        """Return the number of the first block with another checksum, None if all are right. first: of blocks[0]."""
+        sums, firsts = self._sums
+        start = firsts[self._names[number]]
+        for block, content in enumerate(blocks, first):
+            if crc32(content) != sums[start + block]:
+                return block
+        return None
+
+    def _arrived(self, number: int, piece: int) -> bytes | None:
+        """Return a piece that arrives now; None if another process brings it, and it is in the folder."""
+        key = number << 32 | piece
+        with self._lock:
+            future = self._arriving.get(key)
+            mine = future is None
+            if future is None:
+                future = self._arriving[key] = Future()
+        if mine:
+            self._fetch(number, piece, 1)
+        return future.result()
+
+    def _fetch(self, number: int, first: int, count: int) -> None:
+        """Fetch pieces, whose futures this thread has made; a future gets bytes, None, or an error."""
+        keys = [number << 32 | piece for piece in range(first, first + count)]
+        try:
+            arrived = self._stored(number, first, count)
+        except BaseException as error:
+            for key in keys:
+                self._arriving.pop(key).set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            for key, content in zip(keys, arrived, strict=True):
+                self._arriving.pop(key).set_result(content)
+
+    def _stored(self, number: int, first: int, count: int) -> list[bytes | None]:
+        """Fetch and store pieces that no other process brings: a run of them from the first one on.
+
+        Waits for another process that brings the first one; after ten seconds this one fetches it too.
+        """
+        end = time.monotonic() + SAID_AFTER_S
+        with ExitStack() as stack:
+            handles = list[int]()
+            for piece in range(first, first + count):
+                begin, stop = self._span(number, piece)
+                handle = stack.enter_context(self.store.arriving(self._path(number, piece), stop - begin))
+                if handle is None:
+                    break
+                handles.append(handle)
+            if handles:
+                content = self._requested(number, first, len(handles))
+                parts = [content[at : at + PIECE_BYTES] for at in range(0, len(content), PIECE_BYTES)]
+                for handle, part in zip(handles, parts, strict=True):
+                    os.pwrite(handle, part, 0)
+                return [*parts, *[None] * (count - len(parts))]
+        while not os.path.lexists(path := self._path(number, first)):
+            if time.monotonic() > end:
+                logger.info("%s: another process has not brought it in %.0f s", path, SAID_AFTER_S)
+                return [self._requested(number, first, 1), *[None] * (count - 1)]
+            time.sleep(_POLL_S)
+            if not os.path.lexists(path.with_name(path.name + HALF)):
+                break  # it gave up
+        return [None] * count
+
+    def _requested(self, number: int, first: int, count: int) -> bytes:
+        """Return pieces from the URL, each block compared; a damaged answer is asked for once more."""
+        name, begin = self._names[number], first * PIECE_BYTES
+        end = min((first + count) * PIECE_BYTES, self._sizes[number])
+        found = ""
+        for _ in range(2):
+            try:
+                content = self._bucket.part(name, begin, end)
+            except FileNotFoundError:
+                found = "no such file"
+                continue
+            self._count(len(content))
+            if len(content) != end - begin:
+                found = f"{len(content):,} bytes arrived of bytes {begin} to {end}, in a second attempt too"
+                continue
+            blocks = (memoryview(content)[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES))
+            wrong = self._wrong_block(number, begin // BLOCK_BYTES, blocks)
+            if wrong is None:
+                return content
+            at = wrong * BLOCK_BYTES
+            found = f"block {wrong}, bytes {at} to {min(at + BLOCK_BYTES, end)}, does not match its checksum, twice"
+        self._refuse(name, found, "the bytes that its index/crc32.bin describes")
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.fetched_bytes += num_bytes
+            self.requests += 1
+
+    # --- ahead --------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        owner: object,
+        names: Sequence[str | None],
+        files: NDArray[np.int64],
+        begins: NDArray[np.int64],
+        ends: NDArray[np.int64],
+    ) -> Plan:
+        """Fetch ahead what `owner` will read next, in this order, in place of its earlier plan.
+
+        files, begins, ends: int64 [n]: bytes begins[i] to ends[i] - 1 of names[files[i]].
+        """
+        self._here()
+        numbers = np.array([self._numbers.get(name or "", -1) for name in names], dtype=np.int64)[files] << 32
+        firsts, lasts = begins // PIECE_BYTES, (ends - 1) // PIECE_BYTES
+        counts = lasts - firsts + 1
+        stops = counts.cumsum()
+        keys = (
+            (numbers + firsts).repeat(counts)
+            + np.arange(stops[-1] if len(stops) else 0)
+            - (stops - counts).repeat(counts)
+        )
+        plan = Plan(keys, owner)
+        with self._wake:
+            self._plans = {key: each for key, each in self._plans.items() if each.owner() is not None}
+            self._plans[id(owner)] = plan
+            while self._threads < JOBS:
+                self._threads += 1
+                threading.Thread(target=self._run_ahead, name="ahead", daemon=True).start()
+            self._wake.notify_all()
+        return plan
+
+    def _run_ahead(self) -> None:
+        """Fetch what the plans ask for, until there is nothing for a while. An error is left to who reads the piece."""
+        while True:
+            with self._wake:
+                job = self._next()
+                while job is None:
+                    if not self._wake.wait(_IDLE_S) and (job := self._next()) is None:
+                        self._threads -= 1
+                        return
+                    job = job or self._next()
+            try:
+                self._fetch(*job)
+            except BaseException:
+                return
+
+    def _next(self) -> tuple[int, int, int] | None:
+        """Return the next run of pieces to fetch: file, first piece, how many; None if all plans are far enough."""
+        for plan in list(self._plans.values()):
+            if plan.owner() is None:
+                continue
+            while plan.ahead_bytes < self.max_ahead and (key := plan.take()) is not None:
+                if not self._claim(key):
+                    continue
+                last = key + 1
+                while last < key + plan.run and plan.is_soon(last) and self._claim(last):
+                    last += 1
+                plan.run = min(2 * plan.run, MOST_PIECES)
+                number, first = key >> 32, key & 0xFFFFFFFF
+                plan.note(
+                    sum(
+                        end - begin for begin, end in map(partial(self._span, number), range(first, first + last - key))
+                    )
+                )
+                return number, first, last - key
+        return None
+
+    def _claim(self, key: int) -> bool:
+        """Return whether a piece is neither there nor on its way; it is then this caller's."""
+        number, piece = key >> 32, key & 0xFFFFFFFF
+        with self._lock:
+            if key in self._arriving or os.path.lexists(self._path(number, piece)):
+                return False
+            self._arriving[key] = Future()
+            return True
+
+
+# --- opening ----------------------------------------------------------------------------------------------------------
+
+
+def mounted(
+    url: str,
+    *,
+    local: str | os.PathLike[str] | None,
+    max_bytes: int | str | None = None,
+    max_ahead: int | str | None = None,
+) -> Path:
+    """Return the folder that stands for a cache, or for a split of it, at a URL. docs/buckets.md describes the folder.
+
+    local: a folder on this machine for what was fetched; runs, ranks and workers may share it.
+    max_bytes: most bytes in it, such as "50 GiB"; None: 10 GiB. max_ahead: bytes that each process fetches ahead of its
+        reading, at most a quarter of max_bytes; None: 256 MiB.
+    Raises: UsageError without `local`, or for a size that cannot be; ValueError for a URL; CacheNotFound without a
+        meta.json there; CacheError for one that readers refuse, E612 if the bucket cannot be used; ImportError.
+    """
+    scheme_of(url)
+    if local is None:
+        raise UsageError(f"{printable(url)}: a URL needs local=DIR, a folder here for what is fetched, and max_bytes")
+    most, ahead = byte_count("max_bytes", max_bytes, MAX_BYTES), byte_count("max_ahead", max_ahead, MAX_AHEAD)
+    if most < _LEAST_BYTES:
+        raise UsageError(
+            f"max_bytes={max_bytes!r}: expected at least {_LEAST_BYTES >> 20} MiB, for the pieces of a batch"
+        )
+    folder = Path(os.path.realpath(os.path.expanduser(local)))
+    url = url.rstrip("/")
+    above, _, name = url.rpartition("/")
+    for cache, split in [(above, name), (url, "")] if name in SPLITS else [(url, "")]:
+        raw = Bucket(cache).read(META_NAME, MAX_JSON_BYTES)
+        if raw is not None:
+            for mount in MOUNTED.values():
+                if isinstance(mount, Mount) and (mount.url, mount.raw, mount.store.path) == (cache, raw, folder):
+                    mount.store.max_bytes, mount.max_ahead = most, min(ahead, most // 4)
+                    return mount.folder / split
+            return Mount(cache, folder, most, ahead, raw).folder / split
+    raise CacheNotFound(f"{printable(url)}: no {META_NAME}, so no cache was pushed there, or its push has not ended")
+
+
+def byte_count(name: str, value: int | str | None, default: int) -> int:
+    """Return a number of bytes: an integer, or a text such as "50 GiB". Raises: UsageError."""
+    if value is None:
+        return default
+    found = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is not None:
+        return int(float(found[1]) * _UNITS[found[2].lower()])
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise UsageError(f'{name}={value!r}: expected a number of bytes, or a text such as "50 GiB"')
+
+
+_UNITS = {"b": 1, "": 1} | {
+    f"{letter}{end}": base**power for power, letter in enumerate("kmgt", 1) for end, base in (("ib", 1024), ("b", 1000))
+}
+_SIZE = re.compile(r"(?i)(\d{1,15}(?:\.\d{1,6})?) ?((?:[kmgt]i?)?b|)")
+
+
+def _again(url: str, local: Path, max_bytes: int, max_ahead: int, raw: bytes) -> Mount:
+    """Return the mount of this process, for a copy. Reads no meta.json."""
+    for mount in MOUNTED.values():
+        if isinstance(mount, Mount) and (mount.url, mount.raw, mount.store.path) == (url, raw, local):
+            return mount
+    return Mount(url, local, max_bytes, max_ahead, raw)
+
+
+def _parsed(raw: bytes, where: str) -> dict[str, Any]:
+    """Return a meta.json from a URL. Raises: CacheError E202 for damage; else as `checked_meta`."""
+    try:
+        meta = parse_object(raw)
+    except ValueError as error:
+        raise CacheError(where, str(error), "a cache's meta.json", code="E202") from error
+    stored, computed = meta_crc32(raw)
+    if stored != computed:
+        raise CacheError(where, f"damaged: its bytes have the CRC-32 {computed:08x}", "its meta_crc32", code="E202")
+    checked_meta(meta, where)
+    if meta.get("built") is False:
+        raise CacheError(where, "built is false, so there is nothing to read", code="E207")
+    if meta.get("checksums", {}).get("block_bytes") != BLOCK_BYTES:
+        found = "no checksums of blocks, as in caches of earlier builds and other tools"
+        raise CacheError(where, found, remedy="Copy it: niels-gpt pull URL DEST", code="E208")
+    return meta
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        about = os.lstat(path)
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def _has_sha256(path: Path, size: int, sha256: str) -> bool:
+    try:
+        with open(open_for_reading(path), "rb") as file:
+            return os.fstat(file.fileno()).st_size == size and hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    except (CacheError, OSError):
+        return False
