@@ -293,7 +293,9 @@ class PretrainTokenStreamDataset(DecodedItems):
         else:
             shards = self._ends.searchsorted(windows, "right")
             places = windows + self._to_places[shards]
-        return split_rows(gathered(self._split.files, self.vocab_size, shards, places, self.T + 1), self.device)
+        files = self._split.files
+        files.will_read(shards, places, places + (self.T + 1))
+        return split_rows(gathered(files, self.vocab_size, shards, places, self.T + 1), self.device)
 
 
 def gathered(
