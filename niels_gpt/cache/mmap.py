@@ -28,8 +28,8 @@ from niels_gpt.storage.filemaps import (
     memory_bytes,
     page_starts,
 )
-from niels_gpt.storage.meta_json import is_sparse, open_regular, shortened
-from niels_gpt.storage.mounted import Mounted
+from niels_gpt.storage.meta_json import is_sparse, open_regular, printable, shortened
+from niels_gpt.storage.mounted import Mounted, shown
 from niels_gpt.storage.versions import public_path
 
 _OFFSET_BYTES = 8
@@ -542,6 +542,11 @@ def public_file(path: Path) -> Path:
         if public is not None and os.path.realpath(public) == str(folder):
             return public / path.relative_to(folder)
     return path
+
+
+def public_name(path: Path) -> str:
+    """Return `public_file`, or of a cache at a URL the URL: one printable line."""
+    return printable(shown(public_file(path)))
 
 
 def _removed(path: PathLike) -> str:
