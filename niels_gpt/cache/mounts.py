@@ -65,12 +65,14 @@ class Plan:
         is_new = np.ones(len(keys), dtype=np.bool_)
         is_new[1:] = keys[1:] != keys[:-1]
         keys = keys[is_new]
-        order = keys.argsort(kind="stable")
+        order, is_first = keys.argsort(kind="stable"), np.ones(len(keys), dtype=np.bool_)
+        is_first[1:] = keys[order[1:]] != keys[order[:-1]]
         is_sought = np.ones(len(keys), dtype=np.bool_)  # but for those that were needed shortly before
-        is_sought[order[1:]] = (keys[order[1:]] != keys[order[:-1]]) | (np.diff(order) > num_kept)
+        is_sought[order[1:]] = is_first[1:] | (np.diff(order) > num_kept)
         self._is_sought = is_sought.tobytes()
         self._keys: list[int] = keys.tolist()
-        self._place = {key: place for place, key in reversed([*enumerate(self._keys)])}
+        firsts = order[is_first]
+        self._place: dict[int, int] = dict(zip(keys[firsts].tolist(), firsts.tolist(), strict=True))
         self._read = self._taken = 0
         self._ahead: deque[tuple[int, int]] = deque()  # place and bytes of what was fetched, and not read yet
         self.owner, self.ahead_bytes, self.run = weakref.ref(owner), 0, 1
@@ -475,8 +477,8 @@ class Mount:
             while plan.ahead_bytes < self.max_ahead and (key := plan.take()) is not None:
                 if not self._claim(key):
                     continue
-                last = key + 1
-                while last < key + plan.run and plan.is_soon(last) and self._claim(last):
+                last, room = key + 1, (self.max_ahead - plan.ahead_bytes) // PIECE_BYTES
+                while last < key + min(plan.run, room) and plan.is_soon(last) and self._claim(last):
                     last += 1
                 plan.run = min(2 * plan.run, MOST_PIECES)
                 number, first = key >> 32, key & 0xFFFFFFFF
