@@ -168,7 +168,6 @@ def read_one(name: str, folder: Path) -> None:
     torch.set_num_threads(1)
     import s3fs  # noqa: F401  # `datasets` and this project import it when they open a URL
 
-
     read = READERS[name](folder)
     before, begin, first, tokens = memory("VmRSS"), time.perf_counter(), 0.0, 0
     for x, _ in read():
