@@ -4,6 +4,9 @@ Small files arrive whole when they are opened, and are compared with their sha25
 never do: they are read in blocks of 64 KiB, which arrive in pieces of 1 MiB, up to 8 of them in one request. Each block
 is compared with its CRC-32 in index/crc32.bin when it arrives, and again whenever this process reads it from the
 folder, because another process may have written it. All is what meta.json said when the cache was mounted.
+
+An EAGLE-3 cache has checksums of samples instead, in receipts: its readers compare each sample with them, and `forget`
+what differs.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ _LOOKED_AT = 512  # places of a plan among which a piece that was read is looked
 _SOON = 1024  # places of a plan
 _IDLE_S = 10.0
 _POLL_S = 0.01
+_WITH_RECEIPTS = "eagle3"
 _OWN_FOLDER = "Name a folder that only these runs write to: local=DIR"
 
 
@@ -118,9 +122,12 @@ class Mount:
         self.shown = printable(self.url)
         where = f"{self.shown}/{META_NAME}"
         self.meta = _parsed(raw, where)
-        self.records = {str(record["name"]): record for record in file_records(self.meta, where)}
+        self.records: Mapping[str, Mapping[str, Any]] = {
+            str(record["name"]): record for record in file_records(self.meta, where)
+        }
         self._numbers = {name: number for number, name in enumerate(self.records)}
         self._names, self._sizes = list(self.records), [int(each["bytes"]) for each in self.records.values()]
+        self._has_sums = bool(covered_files(self.meta))
         self.store = BoundedFolder(local, max_bytes)
         digest = hashlib.sha256(raw).hexdigest()[:12]
         name = "".join(each if each.isalnum() or each in "._-" else "_" for each in self.url.rsplit("/", 1)[-1])
@@ -130,7 +137,7 @@ class Mount:
         for parent in {os.path.dirname(name) for name in self.records}:
             os.makedirs(self.folder / parent, 0o700, exist_ok=True)
         self._write_meta()
-        if covered_files(self.meta):
+        if self._has_sums:
             _ = self._sums
 
     def _begin(self) -> None:
@@ -213,10 +220,10 @@ class Mount:
             found = (
                 f"arrived with the sha256 {digest.hexdigest()[:12]} ({at:,} of {size:,} bytes), in a second attempt too"
             )
-        self._refuse(name, found, f"{record['sha256'][:12]} by its {META_NAME}")
+        self.refuse(name, found, f"{record['sha256'][:12]} by its {META_NAME}")
 
-    def _refuse(self, name: str, found: str, expected: str) -> NoReturn:
-        """Raise the error of a file at the URL that is not as it was when the cache was mounted."""
+    def refuse(self, name: str, found: str, expected: str = "") -> NoReturn:
+        """Raise the error of a file at the URL that is not as it was when the cache was mounted: E610 or E611."""
         if self._bucket.read(META_NAME, MAX_JSON_BYTES) != self.raw:
             replaced = "the cache was replaced at its URL after it was opened. No row of the new one was served"
             raise CacheError(self.shown, replaced, remedy="Open it again, with allow_other_content", code="E610")
@@ -265,7 +272,10 @@ class Mount:
             if plan is not None and plan.reach(number << 32 | block // _BLOCKS):
                 with self._wake:
                     self._wake.notify()
-            part = self._block(number, block)[start : start + total - done]
+            if self._has_sums:
+                part = self._block(number, block)[start : start + total - done]
+            else:
+                part = self._part(number, *divmod(at + done, PIECE_BYTES), total - done)
             if not part:
                 raise CacheError(self._bucket.at(name), f"ends after {at + done} bytes", code="E203")
             memory[done : done + len(part)] = part
@@ -292,6 +302,35 @@ class Mount:
                 self._memory.popitem(last=False)
         return content
 
+    def _part(self, number: int, piece: int, inside: int, most: int) -> memoryview:
+        """Return bytes of a piece without checksums, from byte `inside` of it on."""
+        begin, end = self._span(number, piece)
+        while (content := read_at(self._path(number, piece), end - begin, inside, most)) is None:
+            if (whole := self._arrived(number, piece)) is not None:
+                return memoryview(whole)[inside : inside + most]
+        return memoryview(content)
+
+    def fetch(self, name: str, begin: int, end: int) -> bytes:
+        """Return a few bytes of a file from the URL. They are not compared, and do not come into the folder.
+
+        Raises: CacheError E611 if they are not there, E610 if the cache was replaced, E612.
+        """
+        self._here()
+        try:
+            content = self._bucket.part(name, begin, end)
+        except FileNotFoundError:
+            self.refuse(name, "no such file")
+        self._count(len(content))
+        if len(content) != end - begin:
+            self.refuse(name, f"{len(content):,} bytes arrived of bytes {begin} to {end}")
+        return content
+
+    def forget(self, name: str, begin: int, end: int) -> None:
+        """Remove the pieces of bytes that a reader found damaged from the folder."""
+        for piece in range(begin // PIECE_BYTES, -(-end // PIECE_BYTES)):
+            with suppress(FileNotFoundError):
+                os.unlink(self._path(self._numbers[name], piece))
+
     def _path(self, number: int, piece: int) -> Path:
         return self.folder / PIECES / f"{number:x}-{piece:x}"
 
@@ -315,6 +354,8 @@ class Mount:
 
     def _wrong_block(self, number: int, first: int, blocks: Iterable[Any]) -> int | None:
         """Return the number of the first block with another checksum, None if all are right. first: of blocks[0]."""
+        if not self._has_sums:
+            return None
         sums, firsts = self._sums
         start = firsts[self._names[number]]
         for block, content in enumerate(blocks, first):
@@ -398,7 +439,7 @@ class Mount:
                 return content
             at = wrong * BLOCK_BYTES
             found = f"block {wrong}, bytes {at} to {min(at + BLOCK_BYTES, end)}, does not match its checksum, twice"
-        self._refuse(name, found, "the bytes that its index/crc32.bin describes")
+        self.refuse(name, found, "the bytes that its index/crc32.bin describes")
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:
@@ -563,7 +604,7 @@ def _parsed(raw: bytes, where: str) -> dict[str, Any]:
     checked_meta(meta, where)
     if meta.get("built") is False:
         raise CacheError(where, "built is false, so there is nothing to read", code="E207")
-    if meta.get("checksums", {}).get("block_bytes") != BLOCK_BYTES:
+    if meta.get("kind") != _WITH_RECEIPTS and meta.get("checksums", {}).get("block_bytes") != BLOCK_BYTES:
         found = "no checksums of blocks, as in caches of earlier builds and other tools"
         raise CacheError(where, found, remedy="Copy it: niels-gpt pull URL DEST", code="E208")
     return meta
