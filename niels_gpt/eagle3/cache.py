@@ -355,7 +355,9 @@ def build_cached_eagle3_dataloader(
     target_probs: bool = True,
     expect: Mapping[str, Any] | None = None,
     check: Check = "ends",
-    **at_url: Unpack[AtURL],
+    local: PathLike | None = None,
+    max_bytes: int | str | None = None,
+    max_ahead: int | str | None = None,
 ) -> DataLoader[dict[str, torch.Tensor]]:
     """Return a DataLoader whose batches have the keys CACHE_KEYS, each [B, S, ...].
 
@@ -363,9 +365,11 @@ def build_cached_eagle3_dataloader(
         `sampler.set_epoch`.
     distributed: each rank of the default process group reads its share; DistributedSampler repeats samples where they
         do not divide evenly. The last batch may be short.
-    follow_links, device, target_probs, expect, check, at_url: see `CachedEagle3Dataset`. This process computes
-        target_probs of a native cache, not its workers, so `device` may be a GPU.
+    follow_links, device, target_probs, expect, check: see `CachedEagle3Dataset`. This process computes target_probs of
+        a native cache, not its workers, so `device` may be a GPU.
+    local, max_bytes, max_ahead: of a cache at a URL, see `niels_gpt.cache.reader.AtURL`.
     """
     how: dict[str, Any] = {"follow_links": follow_links, "device": device, "target_probs": target_probs}
-    dataset = CachedEagle3Dataset(cache_dir, expect=expect, check=check, **how, **at_url)
+    how |= {"local": local, "max_bytes": max_bytes, "max_ahead": max_ahead}
+    dataset = CachedEagle3Dataset(cache_dir, expect=expect, check=check, **how)
     return loader_of(dataset, _collate_cached, shuffle, distributed, batch_size=batch_size, num_workers=num_workers)

@@ -6,10 +6,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # commands that read no file import this
+    import numpy as np
+    from numpy.typing import NDArray
 
 MOUNTED: dict[str, Mounted] = {}
 """Such folders of this process, by their resolved paths."""
