@@ -456,10 +456,9 @@ class Mount:
 
     def _next(self) -> tuple[int, int, int] | None:
         """Return the next run of pieces to fetch: file, first piece, how many; None if all plans are far enough."""
-        for plan in list(self._plans.values()):
-            if plan.owner() is None:
-                continue
-            while plan.ahead_bytes < self.max_ahead and (key := plan.take()) is not None:
+        plans = sorted((plan for plan in self._plans.values() if plan.owner() is not None), key=_ahead_bytes)
+        for plan in plans:  # a reader of several files, or of several caches, waits for the last one of them
+            while plan.ahead_bytes < self.max_ahead // len(plans) and (key := plan.take()) is not None:
                 if not self._claim(key):
                     continue
                 last = key + 1
@@ -483,6 +482,10 @@ class Mount:
                 return False
             self._arriving[key] = Future()
             return True
+
+
+def _ahead_bytes(plan: Plan) -> int:
+    return plan.ahead_bytes
 
 
 # --- opening ----------------------------------------------------------------------------------------------------------

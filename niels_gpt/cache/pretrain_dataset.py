@@ -293,6 +293,8 @@ class PretrainTokenStreamDataset(DecodedItems):
         else:
             shards = self._ends.searchsorted(windows, "right")
             places = windows + self._to_places[shards]
+        if self._split.is_fetched:  # the rows of a batch are fetched at once
+            self._split.files.will_read(shards, places, places + (self.T + 1))
         return split_rows(gathered(self._split.files, self.vocab_size, shards, places, self.T + 1), self.device)
 
 

@@ -76,7 +76,7 @@ class Units(ABC):
 
         Raises: UsageError for units that have no place of their own in the split.
         """
-        raise UsageError(f"order='shards': {self.name} is served in the order of its whole split only")
+        raise UsageError(f"order='shards': {self.name} is served in order='all' only")
 
     @abstractmethod
     def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> Located:
@@ -93,15 +93,19 @@ class Epochs(Samples):
         seed: int,
         epochs: int | None,
         order: Order = "all",
-        open_shards: int = OPEN_SHARDS,
+        open_shards: int | None = None,
     ) -> None:
         """epochs: how many until the samples end; None: never. order, open_shards: see stretches.py.
 
-        Raises: ValueError for too many epochs, for another order, and for units that it cannot have.
+        Raises: ValueError for too many epochs, for another order, for units that it cannot have, and for open_shards
+            without it.
         """
         if order not in get_args(Order):
             raise UsageError(f"order={order!r}: expected one of {', '.join(get_args(Order))}")
-        self._stretches = None if order == "all" else Stretches(units.stretches(), open_shards, seed, units.purpose)
+        if order == "all" and open_shards is not None:
+            raise UsageError(f"open_shards={open_shards!r}: expected order='shards' with it")
+        most = OPEN_SHARDS if open_shards is None else open_shards
+        self._stretches = None if order == "all" else Stretches(units.stretches(), most, seed, units.purpose)
         self.units, self.seed, self.epochs = units, seed, epochs
         self.samples_per_epoch = len(units)
         keys = random_keys(seed, ROUNDS + 1, purpose=units.purpose)
@@ -209,7 +213,12 @@ class Windows(Units):
         if not self.documents:
             return LocatedWindows(self.files, self.vocab_size, self.T, shards, places)
         self.files.will_read(shards, places, places + (self.T + 1))
-        return Ahead(len(units), self.T, lambda some: self._with_documents(shards[some], places[some]))
+        return Ahead(
+            len(units),
+            self.T,
+            lambda some: self._with_documents(shards[some], places[some]),
+            slowly=self.split.is_fetched,
+        )
 
     def _with_documents(self, shards: Numbers, places: Numbers) -> ReadRows:
         """Read windows whose segments are their documents. shards, places: see `TokenFiles.gather`."""
@@ -273,7 +282,7 @@ class EpochStream(Stream[Batch]):
         random_offset: bool = False,
         documents: bool = False,
         order: Order = "all",
-        open_shards: int = OPEN_SHARDS,
+        open_shards: int | None = None,
         **opening: Unpack[OpeningTokens],
     ) -> None:
         """Open a split. shards_dir, split, opening: see `PretrainSplit`.
@@ -287,8 +296,8 @@ class EpochStream(Stream[Batch]):
         documents: batches have the same rows in the same order, and say which tokens belong to one document, by the
                 index of the cache: `cu_seqlens`, `position_ids`, `documents` (`piece_ids` is the same). y is -100 where
                 the next token belongs to another document. Not part of the state: a run may resume with or without it.
-        order: "shards": shards in a random order, and windows of open_shards of them at a time, shuffled; for a split
-            in a bucket that does not fit its local folder. A longer shard counts as several, of 4,194,304 tokens.
+        order: "shards": shards in a random order, and windows of open_shards (16) of them at a time, shuffled; for a
+            split in a bucket that does not fit its local folder. A longer shard counts as several, of 8,388,608 tokens.
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for the numbers.
         """
         counts: dict[str, Any] = {"global_batch_size": global_batch_size, "rank": rank, "world_size": world_size}

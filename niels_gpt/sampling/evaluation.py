@@ -57,7 +57,10 @@ def iter_eval(
     if total < 2:
         raise CacheError(opened.folder, "1 token", "at least 2, one to predict the other", code="E107")
     rounds = -(-(total - 1) // (world_size * B * T))
-    begins = ((number * world_size + rank) * B * T for number in range(rounds))
+    begins = range(rank * B * T, (rank + rounds * world_size) * B * T, world_size * B * T)
+    if opened.is_fetched:
+        some = np.array([first for first in begins if first < total - 1], dtype=np.int64)
+        opened.will_read(some, np.minimum(some + (B * T + 1), total))
     return (
         _window_batch(opened, ends, first, B, T, device) if first < total - 1 else _without_targets(T, device)
         for first in begins

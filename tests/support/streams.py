@@ -112,6 +112,7 @@ _documents = partial(_over, EpochStream, "indexed/train", T=4, documents=True)
 _chats = partial(_over, SFTStream, "chats", T=6, over_length="split")
 _bits = partial(_over, SFTStream, "bits", T=6, over_length="split")
 _packed = partial(_over, PackedStream, "indexed", T=12)
+_shards = partial(_windows, order="shards", open_shards=3)
 _OF_WINDOWS = {"others": {"seed": 1, "T": 5, "random_offset": True}, "wrong": {"random_offset": 1, "documents": 1}}
 _OF_CHATS = {"others": {"seed": 1, "T": 7, "over_length": "drop", "require_targets": True}}
 _OF_CHATS |= {"wrong": {"over_length": "cut", "require_targets": 1, "split": "test"}}
@@ -131,6 +132,10 @@ KINDS = {
     "offset documents": Kind(
         partial(_documents, T=5, random_offset=True, io="pread"), [22], by_window=True, moves=True
     ),
+    "windows of shards": Kind(_shards, [29], others={"seed": 1, "T": 5, "open_shards": 2}, wrong={"open_shards": 0}),
+    "offset documents of shards": Kind(
+        partial(_documents, T=5, random_offset=True, order="shards", open_shards=1), [22], by_window=True, moves=True
+    ),
     "chats": Kind(partial(_chats, over_length="truncate"), [17], **_OF_CHATS),
     "chats in windows": Kind(_chats, [_cut([tokens - 1 for tokens in _TOKENS], 6)]),
     "short chats": Kind(
@@ -142,6 +147,10 @@ KINDS = {
     "packed chats": Kind(partial(_over, PackedStream, "chats", T=16, over_length="truncate"), [17], **_OF_PACKED),
     "packed chats with bits": Kind(partial(_over, PackedStream, "bits", T=9, io="pread"), [_cut(_TOKENS, 9)]),
     "mixture": Kind(partial(_mixture, (_windows, partial(_cached, T=4)), [1, 2]), [29, 27], **_OF_MIXTURES),
+    "mixture of shards": Kind(
+        partial(_mixture, (_shards, partial(_chats, T=4, order="shards"), _windows), [1, 1, 2]),
+        [29, _cut([tokens - 1 for tokens in _TOKENS], 4), 29],
+    ),
     "wide mixture": Kind(partial(_mixture, (_wide, _wide), [2, 1]), [20, 20]),
     "staged mixture": Kind(
         partial(_mixture, (_windows, partial(_wide, random_offset=True)), [(0, [3, 1]), (20, [1, 1])]),
