@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS, Ids, token_dtype_of
 from niels_gpt.cache.meta import existing_cache, sentinel_names, split_shards, tokenizer_of
-from niels_gpt.cache.mmap import TokenFiles, load_idx, public_file, token_files
+from niels_gpt.cache.mmap import TokenFiles, load_idx, public_file, public_name, token_files
 from niels_gpt.cache.reader import OpeningTokens, Reader, local_path, named_split
 from niels_gpt.display.decoded import Decoded, DecodedItems
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import REBUILD, CacheError, OutOfRange
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import checked_int, open_regular, path_inside, printable, resolved
+from niels_gpt.storage.meta_json import checked_int, open_regular, path_inside, resolved
 from niels_gpt.storage.versions import public_path, version_name
 from niels_gpt.tokenizers.protocol import MAX_IDS
 
@@ -71,9 +71,8 @@ class PretrainSplit(Reader):
         self.files = token_files(shards, self._sums, **self._how, dtype=tokens)
         self.num_tokens = int(self.lengths.sum())
         if not self.files.paths and (self.folder / META_NAME).exists():
-            public = public_file(self.folder)
             found, expected = "a whole cache", "the folder of a split of a pretrain cache in it"
-            remedy = f'Open {public / SPLITS[0]}, or pass split="{SPLITS[0]}"'
+            remedy = f'Open {public_name(self.folder / SPLITS[0])}, or pass split="{SPLITS[0]}"'
             raise CacheError(self.folder, found, expected, remedy, code="E209")
         if not self.files.paths:
             remedy = "Give its source more text, then build it again"
@@ -239,7 +238,7 @@ class PretrainTokenStreamDataset(DecodedItems):
         self.num_windows = int(self._ends[-1])
         """Number of different windows."""
         if self.skipped_shards:
-            where = printable(str(public_file(self.shards_dir)))
+            where = public_name(self.shards_dir)
             found = (
                 f"{self.skipped_shards} shards ({self.skipped_tokens} tokens) are shorter than T + 1 = {T + 1} tokens"
             )
@@ -293,9 +292,9 @@ class PretrainTokenStreamDataset(DecodedItems):
         else:
             shards = self._ends.searchsorted(windows, "right")
             places = windows + self._to_places[shards]
-        if self._split.is_fetched:  # the rows of a batch are fetched at once
-            self._split.files.will_read(shards, places, places + (self.T + 1))
-        return split_rows(gathered(self._split.files, self.vocab_size, shards, places, self.T + 1), self.device)
+        files = self._split.files
+        files.will_read(shards, places, places + (self.T + 1))
+        return split_rows(gathered(files, self.vocab_size, shards, places, self.T + 1), self.device)
 
 
 def gathered(

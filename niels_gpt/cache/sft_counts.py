@@ -21,11 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import reply_edges
-from niels_gpt.cache.mmap import public_file
+from niels_gpt.cache.mmap import public_file, public_name
 from niels_gpt.cache.sft_split import Numbers, SFTSplit
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.meta_json import printable
 
 OverLength = Literal["truncate", "drop", "error", "split"]
 """An example of more than T + 1 tokens is truncated (PR-03), dropped, an error at opening, or split into rows."""
@@ -150,7 +149,7 @@ def warn_of_counts(split: SFTSplit, counts: SFTCounts, T: int, over_length: Over
             f"T={every} all"
         )
     if messages:
-        said = CodedWarning("W203", f"{printable(str(public_file(split.tokens_path)))}: {'. '.join(messages)}")
+        said = CodedWarning("W203", f"{public_name(split.tokens_path)}: {'. '.join(messages)}")
         warnings.warn(said, stacklevel=_levels_to_caller())
 
 

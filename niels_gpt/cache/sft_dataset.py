@@ -178,7 +178,7 @@ class SFTExampleDataset(DecodedItems):
         split = self._split
         begins, ends = split.bounds(drawn if self._kept is None else self._kept[drawn])
         ends = np.minimum(ends, begins + (self.T + 1))
-        split.will_read(begins, ends)  # the rows of a batch are fetched at once
+        split.will_read(begins, ends)
         rows = split.padded(begins, ends, self.T + 1)
         x, y = split_rows(rows, self.device)
         if not y.is_cpu:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import IGNORE_INDEX
-from niels_gpt.cache.mmap import TokenFiles, public_file
+from niels_gpt.cache.mmap import TokenFiles, public_file, public_name
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, gathered, split_rows
 from niels_gpt.cache.reader import OpeningTokens
 from niels_gpt.display.numbers import number_of
@@ -316,7 +316,7 @@ class EpochStream(Stream[Batch]):
         """Tokens after the last windows of the shards: not used in an epoch without offsets."""
         self._serve(Epochs(windows, seed=self.seed, epochs=self.epochs, order=order, open_shards=open_shards))
         if random_offset and 20 * windows.fixed > len(windows):
-            where = printable(str(public_file(self.folder)))
+            where = public_name(self.folder)
             found = f"{where}: random_offset moves none of {windows.fixed} of {self.num_windows} windows"
             other = self.T - 1 or self.T + 1
             why = f"their shards have n tokens with (n - 1) % T == 0. Take another T, such as {other}"

@@ -57,13 +57,12 @@ def iter_eval(
     if total < 2:
         raise CacheError(opened.folder, "1 token", "at least 2, one to predict the other", code="E107")
     rounds = -(-(total - 1) // (world_size * B * T))
-    begins = range(rank * B * T, (rank + rounds * world_size) * B * T, world_size * B * T)
-    if opened.is_fetched:
-        some = np.array([first for first in begins if first < total - 1], dtype=np.int64)
-        opened.will_read(some, np.minimum(some + (B * T + 1), total))
+    begins = (np.arange(rounds) * world_size + rank) * (B * T)
+    with_targets = begins[begins < total - 1]
+    opened.will_read(with_targets, with_targets + (B * T + 1))
     return (
         _window_batch(opened, ends, first, B, T, device) if first < total - 1 else _without_targets(T, device)
-        for first in begins
+        for first in begins.tolist()
     )
 
 

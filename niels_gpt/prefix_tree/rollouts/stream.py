@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from niels_gpt.cache.mmap import public_file
+from niels_gpt.cache.mmap import public_file, public_name
 from niels_gpt.cache.reader import Opening
 from niels_gpt.prefix_tree.bins import SampleSizes, plan_bins
 from niels_gpt.prefix_tree.forest import PrefixForest
@@ -28,7 +28,7 @@ from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
 from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import Stream
 from niels_gpt.storage.errors import REBUILD, CacheError, NoLength, StateError
-from niels_gpt.storage.meta_json import checked_int, printable
+from niels_gpt.storage.meta_json import checked_int
 
 STREAM_VERSION = 1
 """Raised when the same seed gives other bins, as after a change of `plan_bins`: a state would mean other samples."""
@@ -162,7 +162,7 @@ class RolloutStream(Stream[RolloutBin]):
         if oversize == "error" and lengths.max() > self.max_tokens:
             group, number = self.dataset.locate(int(lengths.argmax()))
             raise ValueError(
-                f"{printable(str(public_file(self.dataset.folder)))}: sample {number} of group {group} has "
+                f"{public_name(self.dataset.folder)}: sample {number} of group {group} has "
                 f"{lengths.max()} tokens, and {int((lengths > self.max_tokens).sum())} samples are above "
                 f"max_tokens={self.max_tokens}. Raise max_tokens, or pass oversize='own_bin'"
             )

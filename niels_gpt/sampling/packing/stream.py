@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.meta import reader_meta
-from niels_gpt.cache.mmap import public_file
+from niels_gpt.cache.mmap import public_file, public_name
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.cache.reader import OpeningTokens, local_path, named_cache
 from niels_gpt.cache.sft_counts import OverLength
@@ -225,7 +225,7 @@ class PackedStream(Stream[Batch]):
             targets, lost = counts.supervised_tokens, counts.supervised_tokens_lost
             and_targets = f", and {lost} of {targets} supervised tokens ({lost / targets:.1%}) are lost" if lost else ""
             text = (
-                f"{printable(str(public_file(self.folder)))}: {self._packed.num_long} of {counts.documents} "
+                f"{public_name(self.folder)}: {self._packed.num_long} of {counts.documents} "
                 f"{self._texts} are longer than T = {self.T} tokens and are "
                 f"{what}: {counts.tokens_lost} of {total} tokens ({counts.tokens_lost / total:.1%}) are in no row"
                 f"{and_targets}. "
