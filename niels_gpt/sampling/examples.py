@@ -107,7 +107,8 @@ class SFTStream(Stream[Batch]):
             exactly one of ceil((L - 1) / T) rows.
         require_targets: leave out rows without a target.
 
-        All tokens (or loss bits) are read once, here, for `counts`; of a cache at a URL they are all fetched. Warns of rows without a target and of lost supervised tokens.
+        All tokens (or loss bits) are read once, here, for `counts`; of a cache at a URL they are all fetched. Warns of
+        rows without a target and of lost supervised tokens.
         Raises: FileNotFoundError; CacheError (each names the file; also if no row is left); ValueError for the numbers.
         """
         counts: dict[str, Any] = {"global_batch_size": global_batch_size, "rank": rank, "world_size": world_size}

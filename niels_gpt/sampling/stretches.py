@@ -34,13 +34,15 @@ OPEN_SHARDS = 16
 Numbers = NDArray[np.int64]
 
 
-class _Epoch(NamedTuple):
-    """The stretches of an epoch in its order: int64 [P] each."""
+class _Drawn(NamedTuple):
+    """The stretches of some epochs in their orders, end to end: int64 [epochs * P] each."""
 
+    epochs: Numbers
+    """The numbers of the epochs."""
     firsts: Numbers
     """The first unit of each."""
     begins: Numbers
-    """The position of the epoch at which each would begin, if its group were not shuffled."""
+    """The place at which each would begin, if its group were not shuffled; places count from the first epoch's."""
     ends: Numbers
 
 
@@ -50,37 +52,33 @@ class Stretches:
     def __init__(self, counts: Numbers, open_shards: int, seed: int, purpose: int) -> None:
         """counts: units of each stretch, none of them 0: int64 [P]. purpose: of the units."""
         self.open_shards = checked_int("open_shards", open_shards, 1)
-        self._counts, self._firsts = counts, np.cumsum(counts) - counts
+        self._counts, self._firsts, self._total = counts, np.cumsum(counts) - counts, int(counts.sum())
         self._keys = random_keys(seed, ROUNDS, purpose=purpose + STRETCHES)
         self._num_groups = -(-len(counts) // self.open_shards)
         self._lasts = np.arange(1, self._num_groups + 1) * len(counts) // self._num_groups - 1
-        self._kept: dict[int, _Epoch] = {}  # the last two epochs
+        self._kept: _Drawn | None = None
 
     def units(self, epochs: Numbers, positions: Numbers, keys: NDArray[np.uint64]) -> Numbers:
         """Return the unit at each position of its epoch: int64 [n]. keys: of the stream."""
-        units = np.empty_like(positions)
-        for epoch in np.unique(epochs).tolist():
-            some = (epochs == epoch).nonzero()[0]
-            units[some] = self._of_epoch(epoch, positions[some], keys)
+        numbers, of = np.unique(epochs, return_inverse=True)
+        drawn = self._drawn(numbers)
+        group_ends = drawn.ends.reshape(len(numbers), len(self._counts))[:, self._lasts].reshape(-1)
+        places = of * self._total + positions
+        groups = group_ends.searchsorted(places, side="right")
+        begins = np.append(0, group_ends)[groups]
+        sizes, tweaks = group_ends[groups] - begins, epochs * self._num_groups + groups % self._num_groups
+        for size in np.unique(sizes).tolist():  # groups of one size together, however many epochs they are of
+            (some,) = (sizes == size).nonzero()
+            places[some] = begins[some] + permute(places[some] - begins[some], size, keys, tweaks[some])
+        stretches = drawn.ends.searchsorted(places, side="right")
+        units: Numbers = drawn.firsts[stretches] + places - drawn.begins[stretches]
         return units
 
-    def _of_epoch(self, epoch: int, positions: Numbers, keys: NDArray[np.uint64]) -> Numbers:
-        order = self._epoch(epoch)
-        group_ends, places = order.ends[self._lasts], np.empty_like(positions)
-        groups = group_ends.searchsorted(positions, side="right")
-        for group in np.unique(groups).tolist():
-            some = (groups == group).nonzero()[0]
-            begin, end = (int(group_ends[group - 1]) if group else 0), int(group_ends[group])
-            tweak = np.array([epoch * self._num_groups + group])
-            places[some] = begin + permute(positions[some] - begin, end - begin, keys, tweak)
-        stretches = order.ends.searchsorted(places, side="right")
-        return order.firsts[stretches] + places - order.begins[stretches]
-
-    def _epoch(self, epoch: int) -> _Epoch:
-        found = self._kept.get(epoch)
-        if found is None:
-            order = permute(np.arange(len(self._counts)), len(self._counts), self._keys, np.array([epoch]))
+    def _drawn(self, epochs: Numbers) -> _Drawn:
+        drawn = self._kept
+        if drawn is None or not np.array_equal(drawn.epochs, epochs):
+            count = len(self._counts)
+            order = permute(np.tile(np.arange(count), len(epochs)), count, self._keys, epochs.repeat(count))
             ends = self._counts[order].cumsum()
-            found = _Epoch(self._firsts[order], ends - self._counts[order], ends)
-            self._kept = dict([*self._kept.items(), (epoch, found)][-2:])
-        return found
+            self._kept = drawn = _Drawn(epochs, self._firsts[order], ends - self._counts[order], ends)
+        return drawn

@@ -1,6 +1,7 @@
 """The order "shards", by the prose of docs/reading.md in plain integers, and what must hold of it."""
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -135,7 +136,7 @@ def test_one_open_shard_is_served_shard_by_shard(tmp_path):
         [0, 9, 11, 28].index(max(b for b in (0, 9, 11, 28) if b <= first))
         for first in firsts(run_epochs(folder, G=1, epochs=1, order="shards", open_shards=1))
     ]
-    changes = sum(one != other for one, other in zip(shards, shards[1:], strict=False))
+    changes = sum(one != other for one, other in pairwise(shards))
     assert Counter(shards) == {0: 2, 2: 4, 3: 1} and changes == 2
 
 

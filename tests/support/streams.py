@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.prefix_tree.rollouts.stream import RolloutBin, RolloutStream
@@ -230,3 +232,36 @@ def units_of(kind, rows):
         pieces = [piece for piece, _, _ in segments if piece >= 0]
         units[source] += [tuple(x)] if KINDS[kind].by_window or not pieces else pieces
     return units
+
+
+_BATCH = ["x", "y", "source", "cu_seqlens", "piece_ids", "documents", "position_ids", "max_seqlen"]
+_BIN = ["groups", "samples", "fields", "sample_fields", "loss_tokens", "step_loss_tokens", "step_samples"]
+_FOREST = ["input_ids", "position_ids", "subtree_end", "node_starts", "node_lengths", "node_parents", "sample_ends"]
+_FOREST += ["sample_offsets", "loss_mask", "completion_starts"]
+
+
+def spelled(value):
+    """Yield bytes that are the same on every machine: integers of 64 bits, and floats exactly."""
+    if isinstance(value, torch.Tensor):
+        array = value.numpy()
+        yield f"{list(array.shape)}".encode()
+        yield array.astype("<f8" if array.dtype.kind == "f" else "<i8").tobytes()
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            yield key.encode()
+            yield from spelled(value[key])
+    else:
+        yield f"{value};".encode()
+
+
+def hashed(batches):
+    """Return 16 digits of the sha256 of all that batches hold, but their states."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        of_bin = hasattr(batch, "forest")
+        parts = [(batch, _BIN), (batch.forest, _FOREST)] if of_bin else [(batch, _BATCH)]
+        for part, names in parts:
+            for name in names:
+                for some in spelled(getattr(part, name)):
+                    digest.update(some)
+    return digest.hexdigest()[:16]
