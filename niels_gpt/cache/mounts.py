@@ -5,6 +5,9 @@ never do: they are read in blocks of 64 KiB, which arrive in pieces of 1 MiB, up
 is compared with its CRC-32 in index/crc32.bin when it arrives, and again when this process first reads it from the
 folder, and once its file has changed, because another process may write it. All is what meta.json said when the cache
 was mounted.
+
+An EAGLE-3 cache has checksums of samples instead, in receipts: its readers compare each sample with them, and `forget`
+what differs.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ _LOOKED_AT = 512  # places of a plan among which a piece that was read is looked
 _SOON = 1024  # places of a plan
 _IDLE_S = 10.0
 _POLL_S = 0.01
+_WITH_RECEIPTS = "eagle3"
 _OWN_FOLDER = "Name a folder that only these runs write to: local=DIR"
 
 
@@ -124,9 +128,12 @@ class Mount:
         self.shown = printable(self.url)
         where = f"{self.shown}/{META_NAME}"
         self.meta = _parsed(raw, where)
-        self.records = {str(record["name"]): record for record in file_records(self.meta, where)}
+        self.records: Mapping[str, Mapping[str, Any]] = {
+            str(record["name"]): record for record in file_records(self.meta, where)
+        }
         self._numbers = {name: number for number, name in enumerate(self.records)}
         self._names, self._sizes = list(self.records), [int(each["bytes"]) for each in self.records.values()]
+        self._has_sums = bool(covered_files(self.meta))
         self.store = BoundedFolder(local, max_bytes)
         digest = hashlib.sha256(raw).hexdigest()[:12]
         name = "".join(each if each.isalnum() or each in "._-" else "_" for each in self.url.rsplit("/", 1)[-1])
@@ -137,7 +144,7 @@ class Mount:
         for parent in {os.path.dirname(name) for name in self.records}:
             os.makedirs(self.folder / parent, 0o700, exist_ok=True)
         self._write_meta()
-        if covered_files(self.meta):
+        if self._has_sums:
             _ = self._sums
 
     def _begin(self, bucket: Bucket | None = None) -> None:
@@ -220,10 +227,10 @@ class Mount:
             found = (
                 f"arrived with the sha256 {digest.hexdigest()[:12]} ({at:,} of {size:,} bytes), in a second attempt too"
             )
-        self._refuse(name, found, f"{record['sha256'][:12]} by its {META_NAME}")
+        self.refuse(name, found, f"{record['sha256'][:12]} by its {META_NAME}")
 
-    def _refuse(self, name: str, found: str, expected: str) -> NoReturn:
-        """Raise the error of a file at the URL that is not as it was when the cache was mounted."""
+    def refuse(self, name: str, found: str, expected: str = "") -> NoReturn:
+        """Raise the error of a file at the URL that is not as it was when the cache was mounted: E610 or E611."""
         if self._bucket.read(META_NAME, MAX_JSON_BYTES) != self.raw:
             replaced = "the cache was replaced at its URL after it was opened. No row of the new one was served"
             raise CacheError(self.shown, replaced, remedy="Open it again, with allow_other_content", code="E610")
@@ -282,6 +289,27 @@ class Mount:
                     break
             at, memory = at + len(part), memory[len(part) :]
 
+    def fetch(self, name: str, begin: int, end: int) -> bytes:
+        """Return a few bytes of a file from the URL. They are not compared, and do not come into the folder.
+
+        Raises: CacheError E611 if they are not there, E610 if the cache was replaced, E612.
+        """
+        self._here()
+        try:
+            content = self._bucket.part(name, begin, end)
+        except FileNotFoundError:
+            self.refuse(name, "no such file")
+        self._count(len(content))
+        if len(content) != end - begin:
+            self.refuse(name, f"{len(content):,} bytes arrived of bytes {begin} to {end}")
+        return content
+
+    def forget(self, name: str, begin: int, end: int) -> None:
+        """Remove the pieces of bytes that a reader found damaged from the folder."""
+        for piece in range(begin // PIECE_BYTES, -(-end // PIECE_BYTES)):
+            with suppress(FileNotFoundError):
+                os.unlink(self._path(self._numbers[name], piece))
+
     def _path(self, number: int, piece: int) -> Path:
         return self.folder / PIECES / f"{number:x}-{piece:x}"
 
@@ -304,7 +332,7 @@ class Mount:
             first, last = start // BLOCK_BYTES, (start + len(memory) - 1) // BLOCK_BYTES
             before, bits = self._compared.get(key, (None, 0))
             bits, wanted = bits if before == identity else 0, (2 << last) - (1 << first)
-            if identity is not None and bits & wanted == wanted:
+            if not self._has_sums or (identity is not None and bits & wanted == wanted):
                 return os.preadv(handle, [memory], start) == len(memory)
             content = memoryview(os.pread(handle, (last + 1 - first) * BLOCK_BYTES, first * BLOCK_BYTES))
         finally:
@@ -328,6 +356,8 @@ class Mount:
 
     def _wrong_block(self, number: int, first: int, blocks: Iterable[Any]) -> int | None:
         """Return the number of the first block with another checksum, None if all are right. first: of blocks[0]."""
+        if not self._has_sums:
+            return None
         sums, firsts = self._sums
         start = firsts[self._names[number]]
         for block, content in enumerate(blocks, first):
@@ -411,7 +441,7 @@ class Mount:
                 return content
             at = wrong * BLOCK_BYTES
             found = f"block {wrong}, bytes {at} to {min(at + BLOCK_BYTES, end)}, does not match its checksum, twice"
-        self._refuse(name, found, "the bytes that its index/crc32.bin describes")
+        self.refuse(name, found, "the bytes that its index/crc32.bin describes")
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:
@@ -580,7 +610,7 @@ def _parsed(raw: bytes, where: str) -> dict[str, Any]:
     checked_meta(meta, where)
     if meta.get("built") is False:
         raise CacheError(where, "built is false, so there is nothing to read", code="E207")
-    if meta.get("checksums", {}).get("block_bytes") != BLOCK_BYTES:
+    if meta.get("kind") != _WITH_RECEIPTS and meta.get("checksums", {}).get("block_bytes") != BLOCK_BYTES:
         found = "no checksums of blocks, as in caches of earlier builds and other tools"
         raise CacheError(where, found, remedy="Copy it: niels-gpt pull URL DEST", code="E208")
     return meta

@@ -4,8 +4,8 @@ For caches in a bucket whose split does not fit the local folder: an epoch then 
 format, as the order of permutation.py is; docs/reading.md describes both.
 
 A stretch is the units of one shard whose first token lies in the same STRETCH_TOKENS tokens of it, so a shard of at
-most that many tokens is one stretch. Of P stretches, in the order of the split, epoch e has G = ceil(P / open_shards)
-groups, whose numbers of stretches differ by at most one:
+most that many tokens is one stretch; of an EAGLE-3 cache each shard is one. Of P stretches, in the order of the split,
+epoch e has G = ceil(P / open_shards) groups, whose numbers of stretches differ by at most one:
 
 1. stretch `permute(i, P)` with the keys of `purpose + STRETCHES` and tweak e is the i-th one,
 2. group g has the i-th ones from g * P div G to (g + 1) * P div G - 1,
