@@ -158,6 +158,11 @@ class Mount:
         self._threads = 0
         self.fetched_bytes = self.requests = 0
 
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes in the local folder, of all caches."""
+        return self.store.max_bytes
+
     def _here(self) -> None:
         if self._pid != os.getpid():
             self._begin()

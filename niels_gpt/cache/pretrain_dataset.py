@@ -98,6 +98,11 @@ class PretrainSplit(Reader):
         return self.cache / self.split
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the shards."""
+        return self.num_tokens * self.files.dtype.itemsize
+
+    @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each shard: int64 [shards]."""
         return self.files.lengths

@@ -163,6 +163,11 @@ class SFTSplit(Reader):
         """Number of examples."""
         return len(self._starts)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the token file."""
+        return self.num_tokens * self._dtype.itemsize
+
     @functools.cached_property
     def starts(self) -> Numbers:
         """The first token of each example, and the end of the last one: int64 [N + 1]. In memory from its first use."""

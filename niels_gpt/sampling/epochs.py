@@ -78,6 +78,10 @@ class Units(ABC):
         """
         raise UsageError(f"order='shards': {self.name} is served in order='all' only")
 
+    def num_bytes(self) -> int | None:
+        """Return the bytes of the files that the units are read from; None: not known."""
+        return None
+
     @abstractmethod
     def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> Located:
         """Look up units by number, each in an epoch: int64 [n] both. key: uint64 [1], for what the seed decides too."""
@@ -107,10 +111,29 @@ class Epochs(Samples):
         most = OPEN_SHARDS if open_shards is None else open_shards
         self._stretches = None if order == "all" else Stretches(units.stretches(), most, seed, units.purpose)
         self.units, self.seed, self.epochs = units, seed, epochs
+        self._warn_of_folder()
         self.samples_per_epoch = len(units)
         keys = random_keys(seed, ROUNDS + 1, purpose=units.purpose)
         self._keys, self._unit_key = keys[:ROUNDS], keys[ROUNDS:]
         self.begin(Origin(0, (0,)))
+
+    def _warn_of_folder(self) -> None:
+        """Warn (W612) if the local folder of a cache at a URL is so small that pieces are fetched again and again."""
+        room, size = getattr(self.units.split, "local_bytes", None), self.units.num_bytes()
+        if room is None or size is None:
+            return
+        found = f"{self.units.name}: max_bytes is {room / 2**20:,.0f} MiB, and "
+        if self._stretches is None and size > room:
+            found += (
+                f"the {size / 2**20:,.0f} MiB of the split are read in a random order, most rows as a MiB of their own"
+            )
+            remedy = "Raise max_bytes, or where the stream has it pass order='shards'"
+        elif self._stretches is not None and 2 * (group := size * self._stretches.largest_share()) > room:
+            found += f"{self._stretches.open_shards} open shards have {group / 2**20:,.0f} MiB, more than half of it"
+            remedy = "Raise max_bytes to two such groups, or open fewer shards: open_shards"
+        else:
+            return
+        warnings.warn(CodedWarning("W612", f"{found}, so pieces are fetched again and again. {remedy}"), stacklevel=4)
 
     def begin(self, origin: Origin) -> None:
         (position,), (limit,) = origin.positions, self.limits()
@@ -183,6 +206,9 @@ class Windows(Units):
     @property
     def name(self) -> str:
         return f"{version_name(self.folder.parent)}, {printable(self.folder.name)}"
+
+    def num_bytes(self) -> int:
+        return int(self.split.num_bytes)
 
     def settings(self) -> dict[str, Any]:
         return {"T": self.T, "random_offset": self.random_offset}

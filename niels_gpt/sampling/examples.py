@@ -46,6 +46,9 @@ class Examples(Units):
     def settings(self) -> dict[str, Any]:
         return {"T": self.T, "over_length": self.over_length, "require_targets": self.require_targets}
 
+    def num_bytes(self) -> int:
+        return self.split.num_bytes
+
     def stretches(self) -> Numbers:
         begins = self.rows.places(self.split, np.arange(len(self)))[0]
         changes = np.flatnonzero(np.diff(begins // STRETCH_TOKENS)) + 1

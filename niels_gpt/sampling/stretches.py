@@ -58,6 +58,11 @@ class Stretches:
         self._lasts = np.arange(1, self._num_groups + 1) * len(counts) // self._num_groups - 1
         self._kept: _Drawn | None = None
 
+    def largest_share(self) -> float:
+        """Return the part of a split's units that the largest group of any epoch may have."""
+        most = -(-len(self._counts) // self._num_groups)
+        return int(np.sort(self._counts)[-most:].sum()) / self._total
+
     def units(self, epochs: Numbers, positions: Numbers, keys: NDArray[np.uint64]) -> Numbers:
         """Return the unit at each position of its epoch: int64 [n]. keys: of the stream."""
         numbers, of = np.unique(epochs, return_inverse=True)

@@ -22,12 +22,14 @@ class Mounted(Protocol):
 
     url: str
     """Of the folder, without credentials."""
-    max_bytes: int
-    """Most bytes that are kept here."""
     records: Mapping[str, Mapping[str, Any]]
     """The record of each file in meta.json, by name."""
     max_ahead: int
     """Bytes that a process fetches ahead of its reading."""
+
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes that are kept here, of all such folders of one place."""
 
     def arrive(self, name: str) -> None:
         """Bring a file whole, if it is not there, or is another one. name: in the folder; an unknown one is left."""

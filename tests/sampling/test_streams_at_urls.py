@@ -19,6 +19,7 @@ from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.prefix_tree.rollouts.stream import RolloutStream
 from niels_gpt.sampling import EpochStream, MixtureStream, PackedStream, SFTStream, iter_eval, prefetch
 from niels_gpt.sampling.random_access import RandomAccess
+from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.mounted import MOUNTED
 
 pytestmark = [
@@ -231,6 +232,21 @@ def test_opening_fetches_no_token_where_the_index_says_enough(here, there, kind,
 def test_opening_chats_fetches_each_piece_of_their_tokens_once(here, there):
     opened("chats", there, here)
     assert there.pieces() == -(-(here / "chats/train_tokens.bin").stat().st_size // MIB)
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_too_small_for_the_order_is_said(there, tmp_path):
+    """Five shards of 4 MiB by a folder of 16: the whole split does not fit, and of two open ones both groups do."""
+    texts = [(None, f"{number}" + "ab" * 400_000, None) for number in range(13)]
+    whole = {"max_train_tokens": None, "max_val_tokens": 0, "val_frac": 0, "shuffle_buffer": None, "partial": True}
+    pretrain(tmp_path / "large", items=texts, shard_bytes=4 * MIB, **whole)
+    there.root = f"file://{(tmp_path / 'large').resolve().parent}"
+    name = (tmp_path / "large").resolve().name
+    how = {"T": 100, "global_batch_size": 2, "seed": 0}
+    for refused in ({}, {"order": "shards", "open_shards": 3}, {"order": "shards"}):
+        with pytest.warns(CodedWarning, match=r"large.* 16 MiB.*max_bytes.*\[W612\]"):
+            there(EpochStream, f"{name}/train", **how, **refused)
+    there(EpochStream, f"{name}/train", **how, order="shards", open_shards=2)
 
 
 # --- a killed run -----------------------------------------------------------------------------------------------------

@@ -73,6 +73,9 @@ class PackedRows(Units):
     def settings(self) -> dict[str, Any]:
         return {"T": self.T, "over_length": self.over_length}
 
+    def num_bytes(self) -> int:
+        return int(self.split.num_bytes)
+
     def stretches(self) -> Numbers:
         why = "a row has pieces of the whole split, so that no few shards have all of it"
         raise UsageError(f"order='shards': packed rows of {self.name} have order='all' only: {why}")
