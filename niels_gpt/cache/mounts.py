@@ -55,6 +55,7 @@ _BLOCKS = PIECE_BYTES // BLOCK_BYTES
 _LEAST_BYTES = 16 << 20
 _LOOKED_AT = 512  # places of a plan among which a piece that was read is looked for
 _SOON = 1024  # places of a plan
+_ALONE = 32  # places of a plan, about a batch
 _IDLE_S = 10.0
 _POLL_S = 0.01
 _WITH_RECEIPTS = "eagle3"
@@ -69,15 +70,17 @@ class Plan:
         is_new = np.ones(len(keys), dtype=np.bool_)
         is_new[1:] = keys[1:] != keys[:-1]
         keys = keys[is_new]
-        order = keys.argsort(kind="stable")
+        order, is_first = keys.argsort(kind="stable"), np.ones(len(keys), dtype=np.bool_)
+        is_first[1:] = keys[order[1:]] != keys[order[:-1]]
         is_sought = np.ones(len(keys), dtype=np.bool_)  # but for those that were needed shortly before
-        is_sought[order[1:]] = (keys[order[1:]] != keys[order[:-1]]) | (np.diff(order) > num_kept)
+        is_sought[order[1:]] = is_first[1:] | (np.diff(order) > num_kept)
         self._is_sought = is_sought.tobytes()
         self._keys: list[int] = keys.tolist()
-        self._place = {key: place for place, key in reversed([*enumerate(self._keys)])}
+        firsts = order[is_first]
+        self._place: dict[int, int] = dict(zip(keys[firsts].tolist(), firsts.tolist(), strict=True))
         self._read = self._taken = 0
         self._ahead: deque[tuple[int, int]] = deque()  # place and bytes of what was fetched, and not read yet
-        self.owner, self.ahead_bytes, self.run = weakref.ref(owner), 0, 1
+        self.owner, self.ahead_bytes = weakref.ref(owner), 0
 
     def reach(self, key: int) -> bool:
         """Note that a piece is read now. Returns whether more may be fetched by that."""
@@ -95,6 +98,10 @@ class Plan:
         place = self._is_sought.find(1, max(self._taken, self._read))
         self._taken = place + 1 if place >= 0 else len(self._keys)
         return self._keys[place] if place >= 0 else None
+
+    def most(self) -> int:
+        """Return the pieces that a request may ask for: one at first: the first batch waits for no other."""
+        return MOST_PIECES if self._taken > _ALONE else 1
 
     def is_soon(self, key: int) -> bool:
         """Return whether a piece is needed soon, so that it may come along with its neighbour."""
@@ -509,10 +516,9 @@ class Mount:
             while plan.ahead_bytes < self.max_ahead // len(plans) and (key := plan.take()) is not None:
                 if not self._claim(key):
                     continue
-                last = key + 1
-                while last < key + plan.run and plan.is_soon(last) and self._claim(last):
+                last, room = key + 1, (self.max_ahead - plan.ahead_bytes) // PIECE_BYTES
+                while last < key + min(plan.most(), room) and plan.is_soon(last) and self._claim(last):
                     last += 1
-                plan.run = min(2 * plan.run, MOST_PIECES)
                 number, first = key >> 32, key & 0xFFFFFFFF
                 plan.note(
                     sum(
