@@ -15,9 +15,10 @@ from niels_gpt.display.pictures import check_matplotlib, check_png
 from niels_gpt.kinds.folders import open_cache
 from niels_gpt.kinds.kind import Cache
 from niels_gpt.kinds.rows import Stats
-from niels_gpt.storage.errors import CacheError, TokenizerNotFound
+from niels_gpt.storage.errors import CacheError, CacheNotFound, TokenizerNotFound
 from niels_gpt.storage.fileio import write_bytes
 from niels_gpt.storage.meta_json import printable, resolved
+from niels_gpt.storage.mounted import MOUNTED, shown
 from niels_gpt.storage.versions import public_path
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import check_model
@@ -42,7 +43,7 @@ def stats_data(path: Path, progress: Progress | None = None) -> dict[str, Any]:
     """
     cache = open_cache(path)
     with cache.errors():
-        return {"cache": str(path), **cache.kind.stats_data(cache, progress)}
+        return {"cache": shown(path), **cache.kind.stats_data(cache, progress)}
 
 
 def show(
@@ -73,7 +74,7 @@ def show_data(
     cache = open_cache(path)
     with cache.errors():
         found = cache.kind.show_data(cache, tokenizer, split=split, at=position, tokens=num_tokens)
-    return {"cache": str(path), **found}
+    return {"cache": shown(path), **found}
 
 
 def locate(path: Path, tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int) -> str:
@@ -101,7 +102,7 @@ def locate_data(
     cache = open_cache(path)
     with cache.errors():
         found = cache.kind.locate_data(cache, tokenizer, split=split, position=position, tokens=num_tokens)
-    return {"cache": str(path), **found}
+    return {"cache": shown(path), **found}
 
 
 def _check_arguments(split: str, num_tokens: int | None) -> None:
@@ -121,7 +122,7 @@ def plot(path: Path) -> bytes:
     check_matplotlib()
     cache = open_cache(path)
     with cache.errors():
-        return cache.kind.plot(cache, (public_path(path.absolute()) or path.absolute()).name)
+        return cache.kind.plot(cache, Path(shown(public_path(path.absolute()) or path.absolute())).name)
 
 
 def write_plot(path: Path, target: Path) -> None:
@@ -144,12 +145,43 @@ def tokenizer_of(cache: Path, model: str | None = None) -> FullTokenizer:
     """
     if model:
         return load_tokenizer(model)
-    beside = tokenizer_above(resolved(cache)) or cache.absolute().parent.parent / "tokenizer"
+    mount = MOUNTED.get(str(cache))
+    if mount is not None:
+        beside = _tokenizer_at(mount)
+    else:
+        beside = tokenizer_above(resolved(cache)) or cache.absolute().parent.parent / "tokenizer"
     if about := find_meta(beside):  # refuses a link out of the folder of caches
         check_model(beside, about)
     elif not os.path.lexists(beside):
         raise TokenizerNotFound(f"{beside}: there is no tokenizer. Name the tokenizer of the ids: --tokenizer MODEL")
     return load_tokenizer(beside, follow_links=False)
+
+
+def _tokenizer_at(mount: Any) -> Path:
+    """Return the folder that stands for the tokenizer in a bucket, beside a cache or one folder above it.
+
+    Raises: TokenizerNotFound if there is none; CacheError for a damaged one.
+    """
+    from niels_gpt.kinds.urls import mounted_whole
+
+    above, places, why = mount.url, list[str](), ""
+    for _ in range(2):
+        above = above.rpartition("/")[0]
+        if above.endswith((":", "/")):
+            break
+        places.append(f"{above}/tokenizer")
+        try:
+            return mounted_whole(places[-1], local=mount.store.path, max_bytes=mount.store.max_bytes)
+        except CacheNotFound:
+            continue
+        except CacheError as error:
+            if error.code != "E612":  # whoever may read the cache need not be allowed to look there
+                raise
+            why = f" ({error.problem})"
+        except ValueError:  # above the bucket
+            places.pop()
+    found = f"there is no tokenizer at {' or '.join(map(printable, places)) or 'a place beside it'}"
+    raise TokenizerNotFound(f"{printable(mount.url)}: {found}{why}. Name the tokenizer of the ids: --tokenizer MODEL")
 
 
 def tokenizer_for(cache: Cache, model: str | None = None, *, is_needed: bool = False) -> FullTokenizer | None:
