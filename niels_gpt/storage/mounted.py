@@ -6,10 +6,11 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # every command loads this module
+    import numpy as np
+    from numpy.typing import NDArray
 
 MOUNTED: dict[str, Mounted] = {}
 """Such folders of this process, by their resolved paths."""
