@@ -394,6 +394,11 @@ class FetchedItems:
             return np.empty(0, dtype=self._files.dtype)
         return self._files.gather_ranges(np.zeros(1, dtype=np.int64), np.array([begin]), np.array([end]))
 
+    def will_read(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Say which slices will be asked for next, in this order: int64 [n] both; some may be empty."""
+        (some,) = (begins < ends).nonzero()
+        self._files.will_read(np.zeros(len(some), dtype=np.int64), begins[some], ends[some])
+
 
 class _Descriptor:
     """An open file that is closed with its last reference, so that no other thread reads from a closed one."""
