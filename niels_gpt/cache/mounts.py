@@ -58,7 +58,6 @@ _SOON = 1024  # places of a plan
 _ALONE = 32  # places of a plan, about a batch
 _IDLE_S = 10.0
 _POLL_S = 0.01
-_WITH_RECEIPTS = "eagle3"
 _OWN_FOLDER = "Name a folder that only these runs write to: local=DIR"
 
 
@@ -134,7 +133,10 @@ class Mount:
         self.url, self.raw, self.max_ahead = url.rstrip("/"), raw, min(max_ahead, max_bytes // 4)
         self.shown = printable(self.url)
         where = f"{self.shown}/{META_NAME}"
-        self.meta = _parsed(raw, where)
+        self.meta = parsed_meta(raw, where)
+        if "shards" in self.meta and self.meta.get("checksums", {}).get("block_bytes") != BLOCK_BYTES:
+            found = "no checksums of blocks, as in caches of earlier builds and other tools"  # others arrive whole
+            raise CacheError(where, found, remedy="Copy it: niels-gpt pull URL DEST", code="E208")
         self.records: Mapping[str, Mapping[str, Any]] = {
             str(record["name"]): record for record in file_records(self.meta, where)
         }
@@ -164,6 +166,11 @@ class Mount:
         self._plans: dict[int, Plan] = {}
         self._threads = 0
         self.fetched_bytes = self.requests = 0
+
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes in the local folder, of all caches."""
+        return self.store.max_bytes
 
     def _here(self) -> None:
         if self._pid != os.getpid():
@@ -506,10 +513,9 @@ class Mount:
 
     def _next(self) -> tuple[int, int, int] | None:
         """Return the next run of pieces to fetch: file, first piece, how many; None if all plans are far enough."""
-        for plan in list(self._plans.values()):
-            if plan.owner() is None:
-                continue
-            while plan.ahead_bytes < self.max_ahead and (key := plan.take()) is not None:
+        plans = sorted((plan for plan in self._plans.values() if plan.owner() is not None), key=_ahead_bytes)
+        for plan in plans:  # a reader of several files, or of several caches, waits for the last one of them
+            while plan.ahead_bytes < self.max_ahead // len(plans) and (key := plan.take()) is not None:
                 if not self._claim(key):
                     continue
                 last, room = key + 1, (self.max_ahead - plan.ahead_bytes) // PIECE_BYTES
@@ -532,6 +538,10 @@ class Mount:
                 return False
             self._arriving[key] = Future()
             return True
+
+
+def _ahead_bytes(plan: Plan) -> int:
+    return plan.ahead_bytes
 
 
 # --- opening ----------------------------------------------------------------------------------------------------------
@@ -561,17 +571,41 @@ def mounted(
             f"max_bytes={max_bytes!r}: expected at least {_LEAST_BYTES >> 20} MiB, for the pieces of a batch"
         )
     folder = Path(os.path.realpath(os.path.expanduser(local)))
+    cache, split, raw, bucket = _read_meta(url.rstrip("/"))
+    for mount in MOUNTED.values():
+        if isinstance(mount, Mount) and (mount.url, mount.raw, mount.store.path) == (cache, raw, folder):
+            mount.store.max_bytes, mount.max_ahead = most, min(ahead, most // 4)
+            return mount.folder / split
+    return Mount(cache, folder, most, ahead, raw, bucket).folder / split
+
+
+def meta_at(url: str, split: str | None = None) -> tuple[str, dict[str, Any], str]:
+    """Return the URL of a cache, its meta.json and the name of a split, by the URL of the cache or of a split of it.
+
+    If the cache is mounted, it is the meta.json of then. split: None: what the URL says, else train.
+    Raises: ValueError for a URL, and for a split that contradicts it; the errors of `mounted`.
+    """
+    scheme_of(url)
     url = url.rstrip("/")
+    above, _, name = url.rpartition("/")
+    known = {mount.url: mount.raw for mount in MOUNTED.values() if isinstance(mount, Mount)}
+    if name in SPLITS and above in known:
+        cache, named, raw = above, name, known[above]
+    else:
+        cache, named, raw = (url, "", known[url]) if url in known else _read_meta(url)[:3]
+    if split is not None and (split not in SPLITS or named not in ("", split)):
+        raise ValueError(f"split={split!r} of {printable(url)}: expected {named or ' or '.join(SPLITS)}")
+    return cache, parsed_meta(raw, f"{printable(cache)}/{META_NAME}"), split or named or SPLITS[0]
+
+
+def _read_meta(url: str) -> tuple[str, str, bytes, Bucket]:
+    """Return the URL of a cache, the split that `url` names or "", the bytes of its meta.json, and its folder."""
     above, _, name = url.rpartition("/")
     for cache, split in [(above, name), (url, "")] if name in SPLITS else [(url, "")]:
         bucket = Bucket(cache)
         raw = bucket.read(META_NAME, MAX_JSON_BYTES)
         if raw is not None:
-            for mount in MOUNTED.values():
-                if isinstance(mount, Mount) and (mount.url, mount.raw, mount.store.path) == (cache, raw, folder):
-                    mount.store.max_bytes, mount.max_ahead = most, min(ahead, most // 4)
-                    return mount.folder / split
-            return Mount(cache, folder, most, ahead, raw, bucket).folder / split
+            return cache, split, raw, bucket
     raise CacheNotFound(f"{printable(url)}: no {META_NAME}, so no cache was pushed there, or its push has not ended")
 
 
@@ -601,7 +635,7 @@ def _again(url: str, local: Path, max_bytes: int, max_ahead: int, raw: bytes) ->
     return Mount(url, local, max_bytes, max_ahead, raw)
 
 
-def _parsed(raw: bytes, where: str) -> dict[str, Any]:
+def parsed_meta(raw: bytes, where: str) -> dict[str, Any]:
     """Return a meta.json from a URL. Raises: CacheError E202 for damage; else as `checked_meta`."""
     try:
         meta = parse_object(raw)
@@ -613,9 +647,6 @@ def _parsed(raw: bytes, where: str) -> dict[str, Any]:
     checked_meta(meta, where)
     if meta.get("built") is False:
         raise CacheError(where, "built is false, so there is nothing to read", code="E207")
-    if meta.get("kind") != _WITH_RECEIPTS and meta.get("checksums", {}).get("block_bytes") != BLOCK_BYTES:
-        found = "no checksums of blocks, as in caches of earlier builds and other tools"
-        raise CacheError(where, found, remedy="Copy it: niels-gpt pull URL DEST", code="E208")
     return meta
 
 

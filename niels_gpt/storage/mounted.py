@@ -27,6 +27,10 @@ class Mounted(Protocol):
     max_ahead: int
     """Bytes that a process fetches ahead of its reading."""
 
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes that are kept here, of all such folders of one place."""
+
     def arrive(self, name: str) -> None:
         """Bring a file whole, if it is not there, or is another one. name: in the folder; an unknown one is left."""
 
