@@ -311,10 +311,13 @@ def test_a_piece_that_is_damaged_in_the_folder_is_fetched_again(tmp_path, form, 
     assert "W611" in [getattr(record, "code", "") for record in caplog.records]
 
 
-def test_a_cache_of_tokens_without_block_checksums_is_refused_still(tmp_path, place):
+def test_a_cache_of_another_kind_is_refused_by_its_url(tmp_path, place):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "meta.json").write_bytes(meta_bytes({"kind": "other", "files": []}))
-    with refused("E208", "meta.json"):
+    with refused("E208", f"file://{tmp_path}/c/manifest.json"):
+        CachedEagle3Dataset(f"file://{tmp_path}/c", **place)
+    (tmp_path / "c" / "meta.json").write_bytes(meta_bytes({"kind": "other", "files": [], "shards": {}}))
+    with refused("E208", f"file://{tmp_path}/c/meta.json"):
         CachedEagle3Dataset(f"file://{tmp_path}/c", **place)
 
 
@@ -349,6 +352,18 @@ def test_an_epoch_by_shards_fetches_the_cache_about_once(tmp_path, form, mounts)
     kept = sum(path.stat().st_size for path in (tmp_path / "local").rglob("*") if path.is_file())
     assert kept <= size // 10 + MIB
     assert there == digests(stream(opened(form, cache), **how))
+
+
+@pytest.mark.slow
+def test_large_weights_come_in_ranges_and_must_fit(tmp_path, place, mounts):
+    folder = written(tmp_path / "c", "version 1")
+    weight = torch.randn(1_100_000, 8)
+    write_target_embeddings(folder, weight)
+    dataset = CachedEagle3Dataset(at_memory(sealed(folder), "large/weights"), **place)
+    with refused("E501", "16,777,216", "35,200,088"):
+        read_target_embeddings(dataset.cache_dir)
+    again = CachedEagle3Dataset("memory://large/weights", **{**place, "max_bytes": "48 MiB"})
+    assert read_target_embeddings(again.cache_dir).equal(weight)
 
 
 @pytest.mark.slow
