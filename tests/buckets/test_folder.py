@@ -181,6 +181,7 @@ def test_a_folder_that_is_removed_while_it_is_used(cache, local, step):
     assert digest(found) == expected
 
 
+@pytest.mark.slow
 def test_the_folder_stays_below_max_bytes_and_foreign_files_in_it_are_not_counted_and_stay(large, local):
     local.mkdir()
     foreign = local / "project-0123456789ab"
@@ -199,6 +200,7 @@ def test_the_folder_stays_below_max_bytes_and_foreign_files_in_it_are_not_counte
     assert (foreign / "work").stat().st_size == 20 << 20 and len(list(local.glob("mine*"))) == 2000
 
 
+@pytest.mark.slow
 def test_another_process_may_have_another_size(large, local):
     url = f"file://{large.resolve()}"
     assert digest(stream(url, local=local, max_bytes="24 MiB"), 200) == digest(stream(large), 200)
