@@ -5,6 +5,9 @@ never do: they are read in blocks of 64 KiB, which arrive in pieces of 1 MiB, up
 is compared with its CRC-32 in index/crc32.bin when it arrives, and again when this process first reads it from the
 folder, and once its file has changed, because another process may write it. All is what meta.json said when the cache
 was mounted.
+
+An EAGLE-3 cache has checksums of samples instead, in receipts: its readers compare each sample with them, and `forget`
+what differs.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ _BLOCKS = PIECE_BYTES // BLOCK_BYTES
 _LEAST_BYTES = 16 << 20
 _LOOKED_AT = 512  # places of a plan among which a piece that was read is looked for
 _SOON = 1024  # places of a plan
+_ALONE = 32  # places of a plan, about a batch
 _IDLE_S = 10.0
 _MOST_STRANGE = 64  # pieces in a row that no plan has, until the plan is looked through
 _OWN_FOLDER = "Name a folder that only these runs write to: local=DIR"
@@ -74,15 +78,17 @@ class Plan:
         is_new = np.ones(len(keys), dtype=np.bool_)
         is_new[1:] = keys[1:] != keys[:-1]
         keys = keys[is_new]
-        order = keys.argsort(kind="stable")
+        order, is_first = keys.argsort(kind="stable"), np.ones(len(keys), dtype=np.bool_)
+        is_first[1:] = keys[order[1:]] != keys[order[:-1]]
         is_sought = np.ones(len(keys), dtype=np.bool_)  # but for those that were needed shortly before
-        is_sought[order[1:]] = (keys[order[1:]] != keys[order[:-1]]) | (np.diff(order) > num_kept)
+        is_sought[order[1:]] = is_first[1:] | (np.diff(order) > num_kept)
         self._is_sought = is_sought.tobytes()
         self._keys: list[int] = keys.tolist()
-        self._place = {key: place for place, key in reversed([*enumerate(self._keys)])}
+        firsts = order[is_first]
+        self._place: dict[int, int] = dict(zip(keys[firsts].tolist(), firsts.tolist(), strict=True))
         self._read = self._taken = self._strange = 0
         self._ahead: deque[tuple[int, int]] = deque()  # place and bytes of what was fetched, and not read yet
-        self.owner, self.ahead_bytes, self.run = weakref.ref(owner), 0, 1
+        self.owner, self.ahead_bytes = weakref.ref(owner), 0
 
     def reach(self, key: int) -> bool:
         """Note that a piece is read now. Returns whether more may be fetched by that."""
@@ -105,6 +111,10 @@ class Plan:
         place = self._is_sought.find(1, max(self._taken, self._read))
         self._taken = place + 1 if place >= 0 else len(self._keys)
         return self._keys[place] if place >= 0 else None
+
+    def most(self) -> int:
+        """Return the pieces that a request may ask for: one at first: the first batch waits for no other."""
+        return MOST_PIECES if self._taken > _ALONE else 1
 
     def is_soon(self, key: int) -> bool:
         """Return whether a piece is needed soon, so that it may come along with its neighbour."""
@@ -137,11 +147,17 @@ class Mount:
         self.url, self.raw, self.max_ahead = url.rstrip("/"), raw, min(max_ahead, max_bytes // 4)
         self.shown = printable(self.url)
         where = f"{self.shown}/{META_NAME}"
-        self.meta = _parsed(raw, where)
-        self.records = {str(record["name"]): record for record in file_records(self.meta, where)}
+        self.meta = parsed_meta(raw, where)
+        if "shards" in self.meta and self.meta.get("checksums", {}).get("block_bytes") != BLOCK_BYTES:
+            found = "no checksums of blocks, as in caches of earlier builds and other tools"  # others arrive whole
+            raise CacheError(where, found, remedy="Copy it: niels-gpt pull URL DEST", code="E208")
+        self.records: Mapping[str, Mapping[str, Any]] = {
+            str(record["name"]): record for record in file_records(self.meta, where)
+        }
         self._check_names(where)
         self._numbers = {name: number for number, name in enumerate(self.records)}
         self._names, self._sizes = list(self.records), [int(each["bytes"]) for each in self.records.values()]
+        self._has_sums = bool(covered_files(self.meta))
         self.store = BoundedFolder(local, max_bytes)
         digest = hashlib.sha256(raw).hexdigest()[:12]
         last = self.url.rsplit("/", 1)[-1]
@@ -152,7 +168,7 @@ class Mount:
         for parent in {os.path.dirname(name) for name in self.records} - {""}:
             path_inside(self.folder, parent).mkdir(0o700, parents=True, exist_ok=True)
         self._write_meta()
-        if covered_files(self.meta):
+        if self._has_sums:
             _ = self._sums
         self.store.trim()
         MOUNTED[str(self.folder)] = self
@@ -175,6 +191,11 @@ class Mount:
         self._threads = self._idle = 0
         self.fetched_bytes = self.requests = 0
         self._pid = os.getpid()  # the last, because other threads look at it
+
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes in the local folder, of all caches."""
+        return self.store.max_bytes
 
     def _here(self) -> None:
         if self._pid != os.getpid():
@@ -248,10 +269,10 @@ class Mount:
             found = (
                 f"arrived with the sha256 {digest.hexdigest()[:12]} ({at:,} of {size:,} bytes), in a second attempt too"
             )
-        self._refuse(name, found, f"{record['sha256'][:12]} by its {META_NAME}")
+        self.refuse(name, found, f"{record['sha256'][:12]} by its {META_NAME}")
 
-    def _refuse(self, name: str, found: str, expected: str) -> NoReturn:
-        """Raise the error of a file at the URL that is not as it was when the cache was mounted."""
+    def refuse(self, name: str, found: str, expected: str = "") -> NoReturn:
+        """Raise the error of a file at the URL that is not as it was when the cache was mounted: E610 or E611."""
         if all(self._bucket.read(META_NAME, MAX_JSON_BYTES) != self.raw for _ in range(2)):
             replaced = "the cache was replaced at its URL after it was opened. No row of the new one was served"
             raise CacheError(self.shown, replaced, remedy="Open it again, with allow_other_content", code="E610")
@@ -309,6 +330,27 @@ class Mount:
                     break
             at, memory = at + len(part), memory[len(part) :]
 
+    def fetch(self, name: str, begin: int, end: int) -> bytes:
+        """Return a few bytes of a file from the URL. They are not compared, and do not come into the folder.
+
+        Raises: CacheError E611 if they are not there, E610 if the cache was replaced, E612.
+        """
+        self._here()
+        try:
+            content = self._bucket.part(name, begin, end)
+        except FileNotFoundError:
+            self.refuse(name, "no such file")
+        self._count(len(content))
+        if len(content) != end - begin:
+            self.refuse(name, f"{len(content):,} bytes arrived of bytes {begin} to {end}")
+        return content
+
+    def forget(self, name: str, begin: int, end: int) -> None:
+        """Remove the pieces of bytes that a reader found damaged from the folder."""
+        for piece in range(begin // PIECE_BYTES, -(-end // PIECE_BYTES)):
+            with suppress(FileNotFoundError):
+                os.unlink(self._path(self._numbers[name], piece))
+
     def _path(self, number: int, piece: int) -> Path:
         return self.folder / PIECES / f"{number:x}-{piece:x}"
 
@@ -331,7 +373,7 @@ class Mount:
             first, last = start // BLOCK_BYTES, (start + len(memory) - 1) // BLOCK_BYTES
             before, bits = self._compared.get(key, (None, 0))
             bits, wanted = bits if before == identity else 0, (2 << last) - (1 << first)
-            if identity is not None and bits & wanted == wanted:
+            if not self._has_sums or (identity is not None and bits & wanted == wanted):
                 return os.preadv(handle, [memory], start) == len(memory)
             content = memoryview(os.pread(handle, (last + 1 - first) * BLOCK_BYTES, first * BLOCK_BYTES))
         finally:
@@ -350,6 +392,8 @@ class Mount:
 
     def _wrong_block(self, number: int, first: int, blocks: Iterable[Any]) -> int | None:
         """Return the number of the first block with another checksum, None if all are right. first: of blocks[0]."""
+        if not self._has_sums:
+            return None
         sums, firsts = self._sums
         start = firsts[self._names[number]]
         for block, content in enumerate(blocks, first):
@@ -435,7 +479,7 @@ class Mount:
                 return content
             at, came = wrong * BLOCK_BYTES, crc32(blocks[wrong - begin // BLOCK_BYTES])
             found.append(f"block {wrong}, bytes {at} to {min(at + BLOCK_BYTES, end)}, has the CRC-32 {came:08x}")
-        self._refuse(name, "; then ".join(found), "the bytes that its index/crc32.bin describes")
+        self.refuse(name, "; then ".join(found), "the bytes that its index/crc32.bin describes")
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:
@@ -511,17 +555,16 @@ class Mount:
 
     def _next(self) -> tuple[int, int, int] | None:
         """Return the next run of pieces to fetch: file, first piece, how many; None if all plans are far enough."""
-        share = self.max_ahead // max(1, len(self._plans))
-        for plan in list(self._plans.values()):
-            if plan.owner() is None or len(self._arriving) * PIECE_BYTES >= self.max_ahead:
-                continue
-            while plan.ahead_bytes < share and (key := plan.take()) is not None:
+        plans = sorted((plan for plan in self._plans.values() if plan.owner() is not None), key=_ahead_bytes)
+        if len(self._arriving) * PIECE_BYTES >= self.max_ahead:
+            return None
+        for plan in plans:  # a reader of several files, or of several caches, waits for the last one of them
+            while plan.ahead_bytes < self.max_ahead // len(plans) and (key := plan.take()) is not None:
                 if not self._claim(key):
                     continue
-                last, most = key + 1, min(plan.run, (share - plan.ahead_bytes) // PIECE_BYTES)
-                while last < key + most and plan.is_soon(last) and self._claim(last):
+                last, room = key + 1, (self.max_ahead - plan.ahead_bytes) // PIECE_BYTES
+                while last < key + min(plan.most(), room) and plan.is_soon(last) and self._claim(last):
                     last += 1
-                plan.run = min(2 * plan.run, MOST_PIECES)
                 number, first = key >> 32, key & 0xFFFFFFFF
                 plan.note(
                     sum(
@@ -543,6 +586,10 @@ class Mount:
 
 _FORKED = threading.Lock()
 os.register_at_fork(after_in_child=_FORKED._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+def _ahead_bytes(plan: Plan) -> int:
+    return plan.ahead_bytes
 
 
 # --- opening ----------------------------------------------------------------------------------------------------------
@@ -572,18 +619,42 @@ def mounted(
             f"max_bytes={max_bytes!r}: expected at least {_LEAST_BYTES >> 20} MiB, for the pieces of a batch"
         )
     folder = Path(os.path.realpath(os.path.expanduser(local)))
+    cache, split, raw, bucket = _read_meta(url.rstrip("/"))
+    for mount in list(MOUNTED.values()):
+        if isinstance(mount, Mount) and (mount.url, mount.raw, mount.store.path) == (cache, raw, folder):
+            mount.store.max_bytes, mount.max_ahead = most, min(ahead, most // 4)
+            mount.store.trim()
+            return mount.folder / split
+    return Mount(cache, folder, most, ahead, raw, bucket).folder / split
+
+
+def meta_at(url: str, split: str | None = None) -> tuple[str, dict[str, Any], str]:
+    """Return the URL of a cache, its meta.json and the name of a split, by the URL of the cache or of a split of it.
+
+    If the cache is mounted, it is the meta.json of then. split: None: what the URL says, else train.
+    Raises: ValueError for a URL, and for a split that contradicts it; the errors of `mounted`.
+    """
+    scheme_of(url)
     url = url.rstrip("/")
+    above, _, name = url.rpartition("/")
+    known = {mount.url: mount.raw for mount in list(MOUNTED.values()) if isinstance(mount, Mount)}
+    if name in SPLITS and above in known:
+        cache, named, raw = above, name, known[above]
+    else:
+        cache, named, raw = (url, "", known[url]) if url in known else _read_meta(url)[:3]
+    if split is not None and (split not in SPLITS or named not in ("", split)):
+        raise ValueError(f"split={split!r} of {printable(url)}: expected {named or ' or '.join(SPLITS)}")
+    return cache, parsed_meta(raw, f"{printable(cache)}/{META_NAME}"), split or named or SPLITS[0]
+
+
+def _read_meta(url: str) -> tuple[str, str, bytes, Bucket]:
+    """Return the URL of a cache, the split that `url` names or "", the bytes of its meta.json, and its folder."""
     above, _, name = url.rpartition("/")
     for cache, split in [(above, name), (url, "")] if name in SPLITS else [(url, "")]:
         bucket = Bucket(cache)
         raw = bucket.read(META_NAME, MAX_JSON_BYTES)
         if raw is not None:
-            for mount in list(MOUNTED.values()):
-                if isinstance(mount, Mount) and (mount.url, mount.raw, mount.store.path) == (cache, raw, folder):
-                    mount.store.max_bytes, mount.max_ahead = most, min(ahead, most // 4)
-                    mount.store.trim()
-                    return mount.folder / split
-            return Mount(cache, folder, most, ahead, raw, bucket).folder / split
+            return cache, split, raw, bucket
     raise CacheNotFound(f"{printable(url)}: no {META_NAME}, so no cache was pushed there, or its push has not ended")
 
 
@@ -623,7 +694,7 @@ def _pieces(numbers: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray
     return keys
 
 
-def _parsed(raw: bytes, where: str) -> dict[str, Any]:
+def parsed_meta(raw: bytes, where: str) -> dict[str, Any]:
     """Return a meta.json from a URL. Raises: CacheError E202 for damage; else as `checked_meta`."""
     try:
         meta = parse_object(raw)
@@ -635,9 +706,6 @@ def _parsed(raw: bytes, where: str) -> dict[str, Any]:
     checked_meta(meta, where)
     if meta.get("built") is False:
         raise CacheError(where, "built is false, so there is nothing to read", code="E207")
-    if meta.get("checksums", {}).get("block_bytes") != BLOCK_BYTES:
-        found = "no checksums of blocks, as in caches of earlier builds and other tools"
-        raise CacheError(where, found, remedy="Copy it: niels-gpt pull URL DEST", code="E208")
     return meta
 
 

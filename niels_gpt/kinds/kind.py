@@ -41,6 +41,7 @@ from niels_gpt.storage.meta_json import (
     resolved,
     shortened,
 )
+from niels_gpt.storage.mounted import shown
 from niels_gpt.storage.remedies import PROGRAM
 from niels_gpt.work import Progress
 
@@ -542,6 +543,11 @@ class Cache:
         return file_records(self.meta, str(self.path / META_NAME))
 
     @property
+    def shown(self) -> str:
+        """Its path for messages: of a cache at a URL, the URL."""
+        return shown(self.path)
+
+    @property
     def is_stub(self) -> bool:
         """Whether nothing was built, because nobody asked for the source."""
         return self.meta.get("built") is False
@@ -560,7 +566,7 @@ class Cache:
     @property
     def verify_command(self) -> str:
         """Command that names every damage of this cache."""
-        return f"{PROGRAM} verify {self.path}"
+        return f"{PROGRAM} verify {self.shown}"
 
 
 def unknown_kind(meta: dict[str, Any]) -> tuple[str, str]:

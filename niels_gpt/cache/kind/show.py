@@ -84,7 +84,7 @@ def _refuse(cache: Cache, tokenizer: Decoder) -> None:
 
 
 def _headed(cache: Cache, split: str, head: str, text: str) -> str:
-    return f"{printable(cut(f'{cache.path}/{split}: {head}'))}\n{text}"
+    return f"{printable(cut(f'{cache.shown}/{split}: {head}'))}\n{text}"
 
 
 def check_piece(cache: Cache, tokenizer: Decoder | None, split: str, num_tokens: int) -> None:
@@ -179,7 +179,7 @@ def locate(cache: Cache, tokenizer: Decoder | None, *, split: str, position: int
     piece = "" if tokenizer is None else f" {found['token_text']!r}"
     part = f", tokens {first:,} to {last:,} of its {size:,}" if last - first < size else ""
     rows = [
-        ("token", f"{position:,} of {found['split_tokens']:,} of {cache.path}/{split}: id {found['token_id']}{piece}"),
+        ("token", f"{position:,} of {found['split_tokens']:,} of {cache.shown}/{split}: id {found['token_id']}{piece}"),
         (
             cache.kind.unit,
             f"{found['document']:,} of {found['documents']:,}, {size:,} tokens",
@@ -236,10 +236,10 @@ def _document_at(cache: Cache, split: str, position: int) -> tuple[dict[str, Any
     starts = bounds(folder, meta, split)
     total = int(starts[-1])
     if not total:
-        raise PositionError(f"position {position:,}: {cache.path}/{split} has no token")
+        raise PositionError(f"position {position:,}: {cache.shown}/{split} has no token")
     if not 0 <= position < total:
         raise PositionError(
-            f"position {position:,}: {cache.path}/{split} has {total:,} tokens, expected 0 to {total - 1:,}"
+            f"position {position:,}: {cache.shown}/{split} has {total:,} tokens, expected 0 to {total - 1:,}"
         )
     number = int(np.searchsorted(starts, position, side="right")) - 1
     start, end = starts[number : number + 2].tolist()
