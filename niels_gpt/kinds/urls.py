@@ -71,12 +71,12 @@ def at_hand(cache: str | os.PathLike[str], local: Path | None = None) -> Iterato
 
 
 def mounted_whole(url: str, **how: Any) -> Path:
-    """Return `mounted`, after all files of a small cache have arrived, such as a tokenizer's: libraries open them."""
+    """Return `mounted`, after the files have arrived that a look at the cache opens whole: of a tokenizer, all."""
     folder = mounted(url, **how)
     mount = MOUNTED.get(str(folder))
     if isinstance(mount, Mount):  # and no split of one
         kind = kind_named(mount.meta.get("kind"))
-        for name in mount.records if kind is not None and kind.is_small else ():
+        for name in filter(kind.is_opened_whole, mount.records) if kind is not None else ():
             mount.arrive(name)
     return folder
 

@@ -313,7 +313,7 @@ def test_a_piece_that_is_damaged_in_the_folder_is_fetched_again(tmp_path, form, 
 
 def test_a_cache_of_tokens_without_block_checksums_is_refused_still(tmp_path, place):
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "meta.json").write_bytes(meta_bytes({"kind": "other", "files": []}))
+    (tmp_path / "c" / "meta.json").write_bytes(meta_bytes({"kind": "other", "shards": {"train": []}}))
     with refused("E208", "meta.json"):
         CachedEagle3Dataset(f"file://{tmp_path}/c", **place)
 
