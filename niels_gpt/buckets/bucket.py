@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 RANGE_BYTES = 8 << 20
 """Bytes read at once."""
 _BUFFER_BYTES = 1 << 18
+_SMALL_BYTES = 1 << 20  # of a file that is asked for without its size
 ATTEMPTS = 5
 """Attempts at a request, beside the attempts of the libraries."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
@@ -142,12 +143,16 @@ class Bucket:
 
     def read(self, name: str, most: int) -> bytes | None:
         """Return a small file; None if absent. Raises: CacheError E206 for more than `most` bytes; E612."""
-        size = self.size(name)
-        if size is None:
-            return None
-        if size > most:
-            raise CacheError(self.at(name), f"{size:,} bytes", f"at most {most:,}", code="E206")
         try:
+            if not self.is_local:
+                content = self.part(name, 0, _SMALL_BYTES)  # asking for the size would be another round trip
+                if len(content) < _SMALL_BYTES:
+                    return content
+            size = self.size(name)
+            if size is None:
+                return None
+            if size > most:
+                raise CacheError(self.at(name), f"{size:,} bytes", f"at most {most:,}", code="E206")
             return self.part(name, 0, size) if size else b""
         except FileNotFoundError:
             return None

@@ -30,7 +30,8 @@ HALF = ".half"
 MOUNT_NAME = re.compile(r"[\w.-]{1,100}-[0-9a-f]{12}")
 _USED = "used"
 _SLACK = 16  # an eviction makes a sixteenth of the folder free, because it lists the whole folder
-_RENEWED_S = 10.0  # a piece that is read this soon again keeps its time
+_RENEWED_NS = 10_000_000_000  # a piece that is read this soon again keeps its time
+_SETTLED_NS = 100_000_000  # more than the step of the times of files
 _KEPT = (META_NAME, "index/crc32.bin")  # small, and needed to compare all others
 
 
@@ -96,7 +97,7 @@ class BoundedFolder:
                 if stat.S_ISREG(about.st_mode):
                     total += about.st_size
                     if name not in _KEPT:
-                        found.append((about.st_mtime_ns, about.st_size, mount / name))
+                        found.append((about.st_atime_ns, about.st_size, mount / name))
         for _, size, path in sorted(found):
             if most is None or total <= most:
                 break
@@ -158,23 +159,41 @@ class BoundedFolder:
 
 
 def read_at(path: Path, size: int, begin: int, count: int) -> bytes | None:
-    """Return bytes of a file of `size` bytes; None if it is absent, or no regular file of that size.
+    """Return bytes of a file; None as `opened`."""
+    found = opened(path, size)
+    if found is None:
+        return None
+    try:
+        return os.pread(found[0], count, begin)
+    finally:
+        os.close(found[0])
 
-    Marks it as used.
+
+def opened(path: str | Path, size: int) -> tuple[int, tuple[int, int] | None] | None:
+    """Open a file of `size` bytes and mark it as used; None if it is absent, or no regular file of that size.
+
+    Returns the descriptor, which the caller closes, and what changes with its content; that is None for a moment after
+    a write, because a second write may have the same time.
     """
     try:
         handle = os.open(path, os.O_RDONLY | NO_LINK)
     except OSError:
         return None
-    try:
-        about = os.fstat(handle)
-        if not stat.S_ISREG(about.st_mode) or about.st_size != size:
-            return None
-        if time.time() - about.st_mtime > _RENEWED_S:
-            os.utime(handle)
-        return os.pread(handle, count, begin)
-    finally:
+    about, now = os.fstat(handle), time.time_ns()
+    if not stat.S_ISREG(about.st_mode) or about.st_size != size:
         os.close(handle)
+        return None
+    if now - about.st_atime_ns > _RENEWED_NS:
+        os.utime(handle, ns=(now, about.st_mtime_ns))  # a mount without access times keeps one that is set
+    return handle, (about.st_ino, about.st_mtime_ns) if abs(now - about.st_mtime_ns) > _SETTLED_NS else None
+
+
+def is_other(path: str, size: int) -> bool:
+    """Return whether there is something else than a regular file of `size` bytes."""
+    with suppress(FileNotFoundError):
+        about = os.lstat(path)
+        return not stat.S_ISREG(about.st_mode) or about.st_size != size
+    return False
 
 
 def _gone(path: Path) -> bool:

@@ -125,7 +125,13 @@ class TokenFiles:
 
     def _set_files(self, paths: list[Path], on_disk: list[_OnDisk], io: IO) -> None:
         self.paths, self._on_disk, self.io = paths, on_disk, io
-        self._has_mounts = any(map(_mount_of, on_disk))
+        mounts = [_mount_of(file) for file in on_disk]
+        self._has_mounts = any(mounts)
+        self._mounts = (  # of each file, with its name there; the table is empty without a mount
+            [None if mount is None else (mount, mount.name_of(path)) for path, mount in zip(paths, mounts, strict=True)]
+            if self._has_mounts
+            else []
+        )
         self._is_read = io == "pread" or not HAS_FILE_MAPS or self._has_mounts  # by positioned reads
         sizes, self._dtypes = [file.size for file in on_disk], sorted({file.dtype for file in on_disk}, key=_itemsize)
         self._sizes = sizes
@@ -272,20 +278,18 @@ class TokenFiles:
         """Say what will be read next, in this order, so that files at a URL are fetched ahead. Arguments: `gather`."""
         if not self._has_mounts:
             return
-        for mount in {id(mount): mount for file in self._on_disk if (mount := _mount_of(file)) is not None}.values():
-            names = [
-                mount.name_of(path) if _mount_of(file) is mount else None
-                for path, file in zip(self.paths, self._on_disk, strict=True)
-            ]
-            (some,) = np.array([_mount_of(file) is mount for file in self._on_disk])[files].nonzero()
+        for mount in {id(each[0]): each[0] for each in self._mounts if each is not None}.values():
+            names = [each[1] if each is not None and each[0] is mount else None for each in self._mounts]
+            (some,) = np.array([name is not None for name in names])[files].nonzero()
             firsts, sizes = self.first_tokens[files[some]], self._itemsizes[files[some]]
             spans = ((at[some] - firsts) * sizes for at in (places, ends))
             self._plans[mount] = mount.plan(self, names, files[some], *spans)
 
     def _read_into(self, rest: memoryview, file: int, at: int) -> None:
         """Fill memory with the bytes of a file from byte `at` on."""
-        if (mount := _mount_of(self._on_disk[file])) is not None:
-            mount.read_into(rest, mount.name_of(self.paths[file]), at, self._plans.get(mount))
+        if self._has_mounts and (mounted := self._mounts[file]) is not None:
+            mount, name = mounted
+            mount.read_into(rest, name, at, self._plans.get(mount))
             return
         descriptor = self._descriptor(file)
         while rest and (read := os.preadv(descriptor.number, [rest], at)):

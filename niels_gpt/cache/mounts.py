@@ -2,8 +2,9 @@
 
 Small files arrive whole when they are opened, and are compared with their sha256. Large files (tokens, loss, rollouts)
 never do: they are read in blocks of 64 KiB, which arrive in pieces of 1 MiB, up to 8 of them in one request. Each block
-is compared with its CRC-32 in index/crc32.bin when it arrives, and again whenever this process reads it from the
-folder, because another process may have written it. All is what meta.json said when the cache was mounted.
+is compared with its CRC-32 in index/crc32.bin when it arrives, and again when this process first reads it from the
+folder, and once its file has changed, because another process may write it. All is what meta.json said when the cache
+was mounted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shlex
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -28,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.buckets.bucket import SAID_AFTER_S, Bucket, scheme_of
-from niels_gpt.buckets.folder import HALF, PIECES, BoundedFolder, read_at
+from niels_gpt.buckets.folder import HALF, PIECES, BoundedFolder, is_other, opened, read_at
 from niels_gpt.cache.checksums import CRC_DTYPE, covered_files
 from niels_gpt.cache.formats import BLOCK_BYTES, SPLITS, crc32, num_blocks
 from niels_gpt.cache.meta import checked_meta
@@ -46,7 +47,7 @@ JOBS = 8
 """Requests at once, of each process."""
 MAX_BYTES = 10 << 30
 MAX_AHEAD = 256 << 20
-_MEMORY_BYTES = 32 << 20  # blocks that a process keeps
+_MOST_COMPARED = 1 << 17  # pieces, of 300 bytes each, whose compared blocks a process keeps
 _BLOCKS = PIECE_BYTES // BLOCK_BYTES
 _LEAST_BYTES = 16 << 20
 _LOOKED_AT = 512  # places of a plan among which a piece that was read is looked for
@@ -59,11 +60,16 @@ _OWN_FOLDER = "Name a folder that only these runs write to: local=DIR"
 class Plan:
     """The pieces that one reader needs next, in its order, and how far it and the threads are."""
 
-    def __init__(self, keys: NDArray[np.int64], owner: object) -> None:
-        """keys: number of the file << 32 | piece: int64 [n]."""
+    def __init__(self, keys: NDArray[np.int64], owner: object, num_kept: int) -> None:
+        """keys: number of the file << 32 | piece: int64 [n]. num_kept: pieces that the folder holds for certain."""
         is_new = np.ones(len(keys), dtype=np.bool_)
         is_new[1:] = keys[1:] != keys[:-1]
-        self._keys: list[int] = keys[is_new].tolist()
+        keys = keys[is_new]
+        order = keys.argsort(kind="stable")
+        is_sought = np.ones(len(keys), dtype=np.bool_)  # but for those that were needed shortly before
+        is_sought[order[1:]] = (keys[order[1:]] != keys[order[:-1]]) | (np.diff(order) > num_kept)
+        self._is_sought = is_sought.tobytes()
+        self._keys: list[int] = keys.tolist()
         self._place = {key: place for place, key in reversed([*enumerate(self._keys)])}
         self._read = self._taken = 0
         self._ahead: deque[tuple[int, int]] = deque()  # place and bytes of what was fetched, and not read yet
@@ -82,11 +88,9 @@ class Plan:
 
     def take(self) -> int | None:
         """Return the next piece that nobody has looked for; None after the last one."""
-        self._taken = max(self._taken, self._read)
-        if self._taken >= len(self._keys):
-            return None
-        self._taken += 1
-        return self._keys[self._taken - 1]
+        place = self._is_sought.find(1, max(self._taken, self._read))
+        self._taken = place + 1 if place >= 0 else len(self._keys)
+        return self._keys[place] if place >= 0 else None
 
     def is_soon(self, key: int) -> bool:
         """Return whether a piece is needed soon, so that it may come along with its neighbour."""
@@ -108,8 +112,10 @@ class Mount:
     folder: Path
     """The folder that stands for it."""
 
-    def __init__(self, url: str, local: Path, max_bytes: int, max_ahead: int, raw: bytes) -> None:
-        """url: of the cache. local: absolute. raw: the bytes of its meta.json.
+    def __init__(
+        self, url: str, local: Path, max_bytes: int, max_ahead: int, raw: bytes, bucket: Bucket | None = None
+    ) -> None:
+        """url: of the cache. local: absolute. raw: the bytes of its meta.json. bucket: of it, if one is open.
 
         Raises: CacheError for a meta.json that readers refuse, a cache without checksums, and a folder that is not
             ours; OSError.
@@ -125,7 +131,8 @@ class Mount:
         digest = hashlib.sha256(raw).hexdigest()[:12]
         name = "".join(each if each.isalnum() or each in "._-" else "_" for each in self.url.rsplit("/", 1)[-1])
         self.folder = self.store.make(f"{name[:80] or 'cache'}-{digest}")
-        self._begin()
+        self._pieces = f"{self.folder / PIECES}{os.sep}"
+        self._begin(bucket)
         MOUNTED[str(self.folder)] = self
         for parent in {os.path.dirname(name) for name in self.records}:
             os.makedirs(self.folder / parent, 0o700, exist_ok=True)
@@ -133,11 +140,11 @@ class Mount:
         if covered_files(self.meta):
             _ = self._sums
 
-    def _begin(self) -> None:
+    def _begin(self, bucket: Bucket | None = None) -> None:
         """Make what no other process has."""
-        self._pid, self._bucket = os.getpid(), Bucket(self.url)
+        self._pid, self._bucket = os.getpid(), bucket or Bucket(self.url)
         self._lock, self._wake = threading.RLock(), threading.Condition()
-        self._memory: OrderedDict[int, memoryview] = OrderedDict()
+        self._compared: dict[int, tuple[tuple[int, int], int]] = {}  # of a piece: which file, and a bit for each block
         self._arriving: dict[int, Future[bytes | None]] = {}
         self._whole: dict[str, tuple[int, ...]] = {}
         self._plans: dict[int, Plan] = {}
@@ -259,38 +266,21 @@ class Mount:
         Raises: CacheError E611 for damage at the URL, E610 if the cache there was replaced, E612; NoRoomError E501.
         """
         self._here()
-        number, done, total = self._numbers[name], 0, len(memory)
-        while done < total:
-            block, start = divmod(at + done, BLOCK_BYTES)
-            if plan is not None and plan.reach(number << 32 | block // _BLOCKS):
+        number = self._numbers[name]
+        if at + len(memory) > self._sizes[number]:
+            raise CacheError(self._bucket.at(name), f"ends after {self._sizes[number]} bytes", code="E203")
+        while memory:
+            piece, start = divmod(at, PIECE_BYTES)
+            key, part = number << 32 | piece, memory[: PIECE_BYTES - start]
+            if plan is not None and plan.reach(key):
                 with self._wake:
                     self._wake.notify()
-            part = self._block(number, block)[start : start + total - done]
-            if not part:
-                raise CacheError(self._bucket.at(name), f"ends after {at + done} bytes", code="E203")
-            memory[done : done + len(part)] = part
-            done += len(part)
-
-    def _block(self, number: int, block: int) -> memoryview:
-        key = number << 32 | block
-        with self._lock:
-            content = self._memory.get(key)
-            if content is not None:
-                self._memory.move_to_end(key)
-                return content
-        content = self._from_folder(number, block)
-        piece, inside = divmod(block, _BLOCKS)
-        while content is None:
-            whole = self._arrived(number, piece)
-            if whole is None:  # another process brought it
-                content = self._from_folder(number, block)
-            else:
-                content = memoryview(whole)[inside * BLOCK_BYTES : (inside + 1) * BLOCK_BYTES]
-        with self._lock:
-            self._memory[key] = content
-            while len(self._memory) > _MEMORY_BYTES // BLOCK_BYTES:
-                self._memory.popitem(last=False)
-        return content
+            while not self._from_folder(key, start, part):
+                whole = self._arrived(number, piece)
+                if whole is not None:  # else another process brought it
+                    part[:] = memoryview(whole)[start : start + len(part)]
+                    break
+            at, memory = at + len(part), memory[len(part) :]
 
     def _path(self, number: int, piece: int) -> Path:
         return self.folder / PIECES / f"{number:x}-{piece:x}"
@@ -298,20 +288,43 @@ class Mount:
     def _span(self, number: int, piece: int) -> tuple[int, int]:
         return piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, self._sizes[number])
 
-    def _from_folder(self, number: int, block: int) -> memoryview | None:
-        """Return a block that is in the folder. A file with another content is removed."""
-        piece, inside = divmod(block, _BLOCKS)
+    def _from_folder(self, key: int, start: int, memory: memoryview) -> bool:
+        """Fill memory from byte `start` of a piece on, if it is in the folder. Another content is removed.
+
+        Returns whether it is filled.
+        """
+        number, piece = key >> 32, key & 0xFFFFFFFF
         begin, end = self._span(number, piece)
-        path = self._path(number, piece)
-        content = read_at(path, end - begin, inside * BLOCK_BYTES, BLOCK_BYTES)
-        if content is None:
-            return None
-        if self._wrong_block(number, block, [content]) is None:
-            return memoryview(content)
+        path = f"{self._pieces}{number:x}-{piece:x}"
+        found = opened(path, end - begin)
+        if found is None:
+            return self._discarded(path) if is_other(path, end - begin) else False
+        handle, identity = found
+        try:
+            first, last = start // BLOCK_BYTES, (start + len(memory) - 1) // BLOCK_BYTES
+            before, bits = self._compared.get(key, (None, 0))
+            bits, wanted = bits if before == identity else 0, (2 << last) - (1 << first)
+            if identity is not None and bits & wanted == wanted:
+                return os.preadv(handle, [memory], start) == len(memory)
+            content = memoryview(os.pread(handle, (last + 1 - first) * BLOCK_BYTES, first * BLOCK_BYTES))
+        finally:
+            os.close(handle)
+        blocks = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
+        if self._wrong_block(number, piece * _BLOCKS + first, blocks) is None and len(blocks) == last + 1 - first:
+            memory[:] = content[start - first * BLOCK_BYTES :][: len(memory)]
+            if identity is not None:
+                if len(self._compared) >= _MOST_COMPARED:
+                    self._compared.clear()
+                self._compared[key] = identity, bits | wanted
+            return True
+        return self._discarded(path)
+
+    def _discarded(self, path: str) -> bool:
+        """Remove a piece with another content. Returns False: it is not in the folder."""
         logger.warning("%s: damaged in this folder, so it is fetched again", path, extra={"code": "W611"})
         with suppress(FileNotFoundError):
             os.unlink(path)
-        return None
+        return False
 
     def _wrong_block(self, number: int, first: int, blocks: Iterable[Any]) -> int | None:
         """Return the number of the first block with another checksum, None if all are right. first: of blocks[0]."""
@@ -429,7 +442,7 @@ class Mount:
             + np.arange(stops[-1] if len(stops) else 0)
             - (stops - counts).repeat(counts)
         )
-        plan = Plan(keys, owner)
+        plan = Plan(keys, owner, self.store.max_bytes // 4 // PIECE_BYTES)
         with self._wake:
             self._plans = {key: each for key, each in self._plans.items() if each.owner() is not None}
             self._plans[id(owner)] = plan
@@ -479,7 +492,7 @@ class Mount:
         """Return whether a piece is neither there nor on its way; it is then this caller's."""
         number, piece = key >> 32, key & 0xFFFFFFFF
         with self._lock:
-            if key in self._arriving or os.path.lexists(self._path(number, piece)):
+            if key in self._arriving or os.path.lexists(f"{self._pieces}{number:x}-{piece:x}"):
                 return False
             self._arriving[key] = Future()
             return True
@@ -515,13 +528,14 @@ def mounted(
     url = url.rstrip("/")
     above, _, name = url.rpartition("/")
     for cache, split in [(above, name), (url, "")] if name in SPLITS else [(url, "")]:
-        raw = Bucket(cache).read(META_NAME, MAX_JSON_BYTES)
+        bucket = Bucket(cache)
+        raw = bucket.read(META_NAME, MAX_JSON_BYTES)
         if raw is not None:
             for mount in MOUNTED.values():
                 if isinstance(mount, Mount) and (mount.url, mount.raw, mount.store.path) == (cache, raw, folder):
                     mount.store.max_bytes, mount.max_ahead = most, min(ahead, most // 4)
                     return mount.folder / split
-            return Mount(cache, folder, most, ahead, raw).folder / split
+            return Mount(cache, folder, most, ahead, raw, bucket).folder / split
     raise CacheNotFound(f"{printable(url)}: no {META_NAME}, so no cache was pushed there, or its push has not ended")
 
 
