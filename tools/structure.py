@@ -53,7 +53,10 @@ NEIGHBOURS = {
     "kinds": {"engine", "cache"},
     "exchange": {"engine", "cache", "kinds"},
     "sampling": {"engine", "cache"},
-    "eagle3": {"cache.checksums", "cache.meta", "engine.units", "kinds.kind", "sampling.epochs", "sampling.stream"},
+    "eagle3": {
+        *("cache.checksums", "cache.meta", "cache.reader", "engine.units", "kinds.kind"),
+        *("sampling.epochs", "sampling.stream", "sampling.stretches"),
+    },
     "prefix_tree": {"engine", "cache", "sampling"},
 }
 """Which packages of levels 2 and 3 a package of these levels may import, beside itself; or which module of one."""

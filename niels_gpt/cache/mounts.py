@@ -5,6 +5,9 @@ never do: they are read in blocks of 64 KiB, which arrive in pieces of 1 MiB, up
 is compared with its CRC-32 in index/crc32.bin when it arrives, and again when this process first reads it from the
 folder, and once its file has changed, because another process may write it. All is what meta.json said when the cache
 was mounted.
+
+An EAGLE-3 cache has checksums of samples instead, in receipts: its readers compare each sample with them, and `forget`
+what differs.
 """
 
 from __future__ import annotations
@@ -52,8 +55,10 @@ _BLOCKS = PIECE_BYTES // BLOCK_BYTES
 _LEAST_BYTES = 16 << 20
 _LOOKED_AT = 512  # places of a plan among which a piece that was read is looked for
 _SOON = 1024  # places of a plan
+_ALONE = 32  # places of a plan, about a batch
 _IDLE_S = 10.0
 _POLL_S = 0.01
+_WITH_RECEIPTS = "eagle3"
 _OWN_FOLDER = "Name a folder that only these runs write to: local=DIR"
 
 
@@ -65,15 +70,17 @@ class Plan:
         is_new = np.ones(len(keys), dtype=np.bool_)
         is_new[1:] = keys[1:] != keys[:-1]
         keys = keys[is_new]
-        order = keys.argsort(kind="stable")
+        order, is_first = keys.argsort(kind="stable"), np.ones(len(keys), dtype=np.bool_)
+        is_first[1:] = keys[order[1:]] != keys[order[:-1]]
         is_sought = np.ones(len(keys), dtype=np.bool_)  # but for those that were needed shortly before
-        is_sought[order[1:]] = (keys[order[1:]] != keys[order[:-1]]) | (np.diff(order) > num_kept)
+        is_sought[order[1:]] = is_first[1:] | (np.diff(order) > num_kept)
         self._is_sought = is_sought.tobytes()
         self._keys: list[int] = keys.tolist()
-        self._place = {key: place for place, key in reversed([*enumerate(self._keys)])}
+        firsts = order[is_first]
+        self._place: dict[int, int] = dict(zip(keys[firsts].tolist(), firsts.tolist(), strict=True))
         self._read = self._taken = 0
         self._ahead: deque[tuple[int, int]] = deque()  # place and bytes of what was fetched, and not read yet
-        self.owner, self.ahead_bytes, self.run = weakref.ref(owner), 0, 1
+        self.owner, self.ahead_bytes = weakref.ref(owner), 0
 
     def reach(self, key: int) -> bool:
         """Note that a piece is read now. Returns whether more may be fetched by that."""
@@ -91,6 +98,10 @@ class Plan:
         place = self._is_sought.find(1, max(self._taken, self._read))
         self._taken = place + 1 if place >= 0 else len(self._keys)
         return self._keys[place] if place >= 0 else None
+
+    def most(self) -> int:
+        """Return the pieces that a request may ask for: one at first: the first batch waits for no other."""
+        return MOST_PIECES if self._taken > _ALONE else 1
 
     def is_soon(self, key: int) -> bool:
         """Return whether a piece is needed soon, so that it may come along with its neighbour."""
@@ -124,9 +135,12 @@ class Mount:
         self.shown = printable(self.url)
         where = f"{self.shown}/{META_NAME}"
         self.meta = _parsed(raw, where)
-        self.records = {str(record["name"]): record for record in file_records(self.meta, where)}
+        self.records: Mapping[str, Mapping[str, Any]] = {
+            str(record["name"]): record for record in file_records(self.meta, where)
+        }
         self._numbers = {name: number for number, name in enumerate(self.records)}
         self._names, self._sizes = list(self.records), [int(each["bytes"]) for each in self.records.values()]
+        self._has_sums = bool(covered_files(self.meta))
         self.store = BoundedFolder(local, max_bytes)
         digest = hashlib.sha256(raw).hexdigest()[:12]
         name = "".join(each if each.isalnum() or each in "._-" else "_" for each in self.url.rsplit("/", 1)[-1])
@@ -137,7 +151,7 @@ class Mount:
         for parent in {os.path.dirname(name) for name in self.records}:
             os.makedirs(self.folder / parent, 0o700, exist_ok=True)
         self._write_meta()
-        if covered_files(self.meta):
+        if self._has_sums:
             _ = self._sums
 
     def _begin(self, bucket: Bucket | None = None) -> None:
@@ -220,10 +234,10 @@ class Mount:
             found = (
                 f"arrived with the sha256 {digest.hexdigest()[:12]} ({at:,} of {size:,} bytes), in a second attempt too"
             )
-        self._refuse(name, found, f"{record['sha256'][:12]} by its {META_NAME}")
+        self.refuse(name, found, f"{record['sha256'][:12]} by its {META_NAME}")
 
-    def _refuse(self, name: str, found: str, expected: str) -> NoReturn:
-        """Raise the error of a file at the URL that is not as it was when the cache was mounted."""
+    def refuse(self, name: str, found: str, expected: str = "") -> NoReturn:
+        """Raise the error of a file at the URL that is not as it was when the cache was mounted: E610 or E611."""
         if self._bucket.read(META_NAME, MAX_JSON_BYTES) != self.raw:
             replaced = "the cache was replaced at its URL after it was opened. No row of the new one was served"
             raise CacheError(self.shown, replaced, remedy="Open it again, with allow_other_content", code="E610")
@@ -282,6 +296,27 @@ class Mount:
                     break
             at, memory = at + len(part), memory[len(part) :]
 
+    def fetch(self, name: str, begin: int, end: int) -> bytes:
+        """Return a few bytes of a file from the URL. They are not compared, and do not come into the folder.
+
+        Raises: CacheError E611 if they are not there, E610 if the cache was replaced, E612.
+        """
+        self._here()
+        try:
+            content = self._bucket.part(name, begin, end)
+        except FileNotFoundError:
+            self.refuse(name, "no such file")
+        self._count(len(content))
+        if len(content) != end - begin:
+            self.refuse(name, f"{len(content):,} bytes arrived of bytes {begin} to {end}")
+        return content
+
+    def forget(self, name: str, begin: int, end: int) -> None:
+        """Remove the pieces of bytes that a reader found damaged from the folder."""
+        for piece in range(begin // PIECE_BYTES, -(-end // PIECE_BYTES)):
+            with suppress(FileNotFoundError):
+                os.unlink(self._path(self._numbers[name], piece))
+
     def _path(self, number: int, piece: int) -> Path:
         return self.folder / PIECES / f"{number:x}-{piece:x}"
 
@@ -304,7 +339,7 @@ class Mount:
             first, last = start // BLOCK_BYTES, (start + len(memory) - 1) // BLOCK_BYTES
             before, bits = self._compared.get(key, (None, 0))
             bits, wanted = bits if before == identity else 0, (2 << last) - (1 << first)
-            if identity is not None and bits & wanted == wanted:
+            if not self._has_sums or (identity is not None and bits & wanted == wanted):
                 return os.preadv(handle, [memory], start) == len(memory)
             content = memoryview(os.pread(handle, (last + 1 - first) * BLOCK_BYTES, first * BLOCK_BYTES))
         finally:
@@ -328,6 +363,8 @@ class Mount:
 
     def _wrong_block(self, number: int, first: int, blocks: Iterable[Any]) -> int | None:
         """Return the number of the first block with another checksum, None if all are right. first: of blocks[0]."""
+        if not self._has_sums:
+            return None
         sums, firsts = self._sums
         start = firsts[self._names[number]]
         for block, content in enumerate(blocks, first):
@@ -411,7 +448,7 @@ class Mount:
                 return content
             at = wrong * BLOCK_BYTES
             found = f"block {wrong}, bytes {at} to {min(at + BLOCK_BYTES, end)}, does not match its checksum, twice"
-        self._refuse(name, found, "the bytes that its index/crc32.bin describes")
+        self.refuse(name, found, "the bytes that its index/crc32.bin describes")
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:
@@ -475,10 +512,9 @@ class Mount:
             while plan.ahead_bytes < self.max_ahead and (key := plan.take()) is not None:
                 if not self._claim(key):
                     continue
-                last = key + 1
-                while last < key + plan.run and plan.is_soon(last) and self._claim(last):
+                last, room = key + 1, (self.max_ahead - plan.ahead_bytes) // PIECE_BYTES
+                while last < key + min(plan.most(), room) and plan.is_soon(last) and self._claim(last):
                     last += 1
-                plan.run = min(2 * plan.run, MOST_PIECES)
                 number, first = key >> 32, key & 0xFFFFFFFF
                 plan.note(
                     sum(
@@ -577,7 +613,7 @@ def _parsed(raw: bytes, where: str) -> dict[str, Any]:
     checked_meta(meta, where)
     if meta.get("built") is False:
         raise CacheError(where, "built is false, so there is nothing to read", code="E207")
-    if meta.get("checksums", {}).get("block_bytes") != BLOCK_BYTES:
+    if meta.get("kind") != _WITH_RECEIPTS and meta.get("checksums", {}).get("block_bytes") != BLOCK_BYTES:
         found = "no checksums of blocks, as in caches of earlier builds and other tools"
         raise CacheError(where, found, remedy="Copy it: niels-gpt pull URL DEST", code="E208")
     return meta

@@ -22,7 +22,19 @@ from niels_gpt.storage.mounted import is_url
 from niels_gpt.storage.versions import version_name
 
 
-class Opening(TypedDict, total=False):
+class AtURL(TypedDict, total=False):
+    """Keyword arguments of every reader, for a cache at a URL."""
+
+    local: str | os.PathLike[str] | None
+    """Of a cache at a URL: a folder here for what is fetched, which processes share. See docs/buckets.md."""
+    max_bytes: int | str | None
+    """Of a cache at a URL: most bytes in `local`, such as "50 GiB"; None: 10 GiB."""
+    max_ahead: int | str | None
+    """Of a cache at a URL: bytes that each process fetches ahead of its reading, at most a quarter of max_bytes; None:
+    256 MiB."""
+
+
+class Opening(AtURL, total=False):
     """How a cache is opened: keyword arguments of every reader and stream."""
 
     tokenizer_sha256: str | None
@@ -32,13 +44,6 @@ class Opening(TypedDict, total=False):
     check: Check
     """Compare the checksums of each file's ends once a process, the default; or with "blocks" of each block at its
     first read, which makes that read slower. For caches without checksums only sizes are compared; `repr` says so."""
-    local: str | os.PathLike[str] | None
-    """Of a cache at a URL: a folder here for what is fetched, which processes share. See docs/buckets.md."""
-    max_bytes: int | str | None
-    """Of a cache at a URL: most bytes in `local`, such as "50 GiB"; None: 10 GiB."""
-    max_ahead: int | str | None
-    """Of a cache at a URL: bytes that each process fetches ahead of its reading, at most a quarter of max_bytes; None:
-    256 MiB."""
 
 
 class OpeningTokens(Opening, total=False):
@@ -50,7 +55,7 @@ class OpeningTokens(Opening, total=False):
     """ "uint16" or "uint32", of token files without a meta.json; None: uint16. It must agree with a meta.json."""
 
 
-def local_path(path: str | os.PathLike[str], opening: Opening) -> Path:
+def local_path(path: str | os.PathLike[str], opening: AtURL) -> Path:
     """Return a path; of a URL the folder that stands for it. Takes what a URL needs out of `opening`.
 
     Raises: UsageError for `local` and others of a path; the errors of `niels_gpt.cache.mounts.mounted`.

@@ -29,12 +29,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
 from niels_gpt.cache.checksums import Check
+from niels_gpt.cache.reader import AtURL, local_path
 from niels_gpt.eagle3.format.layout import (
     DTYPES,
     EMBEDDINGS_NAME,
@@ -260,6 +261,7 @@ class CachedEagle3Dataset(CacheReader[dict[str, torch.Tensor]]):
         target_probs: bool = True,
         expect: Mapping[str, Any] | None = None,
         check: Check = "ends",
+        **at_url: Unpack[AtURL],
     ) -> None:
         """max_open_shards: the kernel allows a process about 65,000 maps.
 
@@ -269,12 +271,13 @@ class CachedEagle3Dataset(CacheReader[dict[str, torch.Tensor]]):
         target_probs: False leaves that key out of a native cache's items.
         expect: an earlier `fingerprint`; opening fails unless the cache still has it.
         check: "ends": compare each shard's size and header with its receipt when it is first mapped; "blocks": also
-            each sample with its checksum when it is first read.
+            each sample with its checksum when it is first read. At a URL each is compared whenever it is read.
+        at_url: local, max_bytes and max_ahead of a cache at a URL, see `niels_gpt.cache.reader.AtURL`.
         Raises: FileNotFoundError; CacheError (a ValueError) naming a file that does not fit the manifest, or another
             fingerprint; ValueError for `device` or `target_probs` with a cache that is not native; ImportError without
             safetensors.
         """
-        cache_dir = version_of(cache_dir)  # once: a commit may come in between
+        cache_dir = version_of(local_path(cache_dir, at_url))  # once: a commit may come in between
         native = is_native(read_manifest(cache_dir, follow_links=follow_links))
         if not native and (device is not None or not target_probs):
             raise ValueError(f"{cache_dir} is not native: device and target_probs are options of native caches")
@@ -352,6 +355,9 @@ def build_cached_eagle3_dataloader(
     target_probs: bool = True,
     expect: Mapping[str, Any] | None = None,
     check: Check = "ends",
+    local: PathLike | None = None,
+    max_bytes: int | str | None = None,
+    max_ahead: int | str | None = None,
 ) -> DataLoader[dict[str, torch.Tensor]]:
     """Return a DataLoader whose batches have the keys CACHE_KEYS, each [B, S, ...].
 
@@ -361,7 +367,9 @@ def build_cached_eagle3_dataloader(
         do not divide evenly. The last batch may be short.
     follow_links, device, target_probs, expect, check: see `CachedEagle3Dataset`. This process computes target_probs of
         a native cache, not its workers, so `device` may be a GPU.
+    local, max_bytes, max_ahead: of a cache at a URL, see `niels_gpt.cache.reader.AtURL`.
     """
     how: dict[str, Any] = {"follow_links": follow_links, "device": device, "target_probs": target_probs}
+    how |= {"local": local, "max_bytes": max_bytes, "max_ahead": max_ahead}
     dataset = CachedEagle3Dataset(cache_dir, expect=expect, check=check, **how)
     return loader_of(dataset, _collate_cached, shuffle, distributed, batch_size=batch_size, num_workers=num_workers)

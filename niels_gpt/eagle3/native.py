@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.meta import check_expected
+from niels_gpt.cache.reader import AtURL, local_path
 from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import html_table
 from niels_gpt.eagle3.format.layout import DTYPES, SIDECAR, PathLike
@@ -73,6 +74,18 @@ class CacheReader(Dataset[Item]):
         """Return the number of samples."""
         return self.num_samples
 
+    def __getitems__(self, numbers: Sequence[int]) -> list[Item]:
+        """Return samples, as a DataLoader asks for those of a batch."""
+        self.will_read(numbers, len(numbers))
+        return [self[number] for number in numbers]
+
+    def will_read(self, numbers: Sequence[int], least: int) -> int:
+        """Say that samples are read next, in this order, so that those at a URL are fetched ahead.
+
+        least: as many as are read now. Returns: the number of samples that are fetched ahead.
+        """
+        return self._shards.will_read(numbers, least)
+
     def __repr__(self) -> str:
         """Name the cache, its samples and their form."""
         return f"{type(self).__name__}({version_name(Path(self.cache_dir))}, {', '.join(self._described().values())})"
@@ -80,6 +93,11 @@ class CacheReader(Dataset[Item]):
     def _repr_html_(self) -> str:
         rows = {"cache": version_name(Path(self.cache_dir)), **self._described()}
         return html_table(type(self).__name__, rows.items())
+
+    @property
+    def shard_rows(self) -> NDArray[np.int64]:
+        """Samples of each shard: int64 [shards]."""
+        return np.array([self._shards.rows_of(shard) for shard in range(self.num_shards)], dtype=np.int64)
 
     def _described(self) -> dict[str, str]:
         """Return what `repr` shows besides the path."""
@@ -117,6 +135,7 @@ class NativeEagle3Dataset(CacheReader[NativeSample]):
         follow_links: bool = False,
         expect: Mapping[str, Any] | None = None,
         check: Check = "ends",
+        **at_url: Unpack[AtURL],
     ) -> None:
         """max_open_shards: the kernel allows a process about 65,000 maps.
 
@@ -124,10 +143,12 @@ class NativeEagle3Dataset(CacheReader[NativeSample]):
             refused.
         expect: an earlier `fingerprint`; opening fails unless the cache still has it.
         check: "ends": compare each shard's size and header with its receipt when it is first mapped; "blocks": also
-            each sample with its checksum when it is first read.
+            each sample with its checksum when it is first read. At a URL each is compared whenever it is read.
+        at_url: local, max_bytes and max_ahead of a cache at a URL, see `niels_gpt.cache.reader.AtURL`.
         Raises: FileNotFoundError; CacheError (a ValueError) E208 for a cache of another form, else naming the file that
             does not fit the manifest.
         """
+        cache_dir = local_path(cache_dir, at_url)
         shards = NativeShards.of_cache(cache_dir, max_open_shards, follow_links=follow_links, check=check)
         self._shards: NativeShards
         self._open(shards, expect)
@@ -317,6 +338,7 @@ def build_native_dataloader(
     follow_links: bool = False,
     expect: Mapping[str, Any] | None = None,
     check: Check = "ends",
+    **at_url: Unpack[AtURL],
 ) -> DataLoader[Any]:
     """Return a DataLoader over a native cache, with the batches of `native_batch`.
 
@@ -324,9 +346,9 @@ def build_native_dataloader(
         `sampler.set_epoch`.
     distributed: each rank of the default process group reads its share; DistributedSampler repeats samples where they
         do not divide evenly. The last batch may be short.
-    pad_to: see `native_batch`. follow_links, expect, check: see `NativeEagle3Dataset`.
+    pad_to: see `native_batch`. follow_links, expect, check, at_url: see `NativeEagle3Dataset`.
     """
-    dataset = NativeEagle3Dataset(cache_dir, follow_links=follow_links, expect=expect, check=check)
+    dataset = NativeEagle3Dataset(cache_dir, follow_links=follow_links, expect=expect, check=check, **at_url)
     ids, memory = dataset.selected_token_ids, BatchMemory()
     collate = partial(native_batch, selected_token_ids=ids, pad_to=pad_to, memory=memory)
     return loader_of(dataset, collate, shuffle, distributed, batch_size=batch_size, num_workers=num_workers)

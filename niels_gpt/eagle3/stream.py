@@ -21,6 +21,7 @@ from niels_gpt.eagle3.cache import CACHE_KEYS, CachedEagle3Dataset
 from niels_gpt.eagle3.native import BatchMemory, NativeEagle3Dataset, native_batch
 from niels_gpt.sampling.epochs import Epochs, Units
 from niels_gpt.sampling.stream import Numbers, Stream
+from niels_gpt.sampling.stretches import OPEN_SHARDS, Order
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import checked_int
 from niels_gpt.storage.versions import version_name
@@ -83,6 +84,9 @@ class Items(Units):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def stretches(self) -> Numbers:
+        return self.dataset.shard_rows
+
     @property
     def name(self) -> str:
         return version_name(self.folder)
@@ -123,9 +127,13 @@ class Items(Units):
 class _LocatedItems:
     def __init__(self, items: Items, units: Numbers) -> None:
         self._items, self._units = items, units
+        self._next_plan = 0
 
     def read(self, first: int, count: int, device: str) -> _Read:
         dataset = self._items.dataset
+        if first + count > self._next_plan:
+            planned = dataset.will_read(self._units[first:].tolist(), count)
+            self._next_plan = first + max(count, planned // 2)
         return _Read(self._items, [dataset[unit] for unit in self._units[first : first + count].tolist()])
 
 
@@ -167,6 +175,8 @@ class Eagle3Stream(Stream[Eagle3Batch]):
         epochs: int | None = None,
         drop_last: bool = False,
         pad_to: int | None = None,
+        order: Order = "all",
+        open_shards: int = OPEN_SHARDS,
     ) -> None:
         """Serve the samples of an open cache.
 
@@ -174,6 +184,8 @@ class Eagle3Stream(Stream[Eagle3Batch]):
             batches of `native_batch`. target_probs are made by the dataset, a sample at a time and on its `device`.
         global_batch_size, epochs, drop_last: see `EpochStream`. A rank without rows gets tensors of 0 rows.
         pad_to: slots of a batch of a NativeEagle3Dataset; None: the tokens of its longest sample.
+        order: "shards": shards in a random order, and samples of open_shards of them at a time, shuffled; for a cache
+            in a bucket that does not fit its local folder.
         Raises: CacheError E107 for a cache without samples; ValueError for the numbers.
         """
         if not isinstance(dataset, CachedEagle3Dataset | NativeEagle3Dataset):
@@ -186,7 +198,7 @@ class Eagle3Stream(Stream[Eagle3Batch]):
         super().__init__(**counts, seed=seed, epochs=epochs, device=device, drop_last=drop_last)
         items = Items(dataset, pad_to)
         self.samples_per_epoch = len(items)
-        self._serve(Epochs(items, seed=self.seed, epochs=self.epochs))
+        self._serve(Epochs(items, seed=self.seed, epochs=self.epochs, order=order, open_shards=open_shards))
 
     def __repr__(self) -> str:
         """Return the cache, the size of a batch, the rank and the position."""

@@ -4,7 +4,8 @@ For caches in a bucket whose split does not fit the local folder: an epoch then 
 format, as the order of permutation.py is; docs/formats.md describes both.
 
 A stretch is the units of one shard whose first token lies in the same STRETCH_TOKENS tokens of it, so a shard of at
-most that many tokens is one stretch. Let the stretches of a split, in order, be 0 to P - 1. In epoch e
+most that many tokens is one stretch. Of an EAGLE-3 cache each shard is one stretch. Let the stretches of a split, in
+order, be 0 to P - 1. In epoch e
 
 1. stretch `permute(i, P)` with the keys of `purpose + STRETCHES` and tweak e is the i-th one,
 2. each `open_shards` of these, in this order, are a group; the last group may have fewer; group g of G,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # commands that read no file import this
+    import numpy as np
+    from numpy.typing import NDArray
 
 MOUNTED: dict[str, Mounted] = {}
 """Such folders of this process, by their resolved paths."""
@@ -21,6 +22,10 @@ class Mounted(Protocol):
 
     url: str
     """Of the folder, without credentials."""
+    records: Mapping[str, Mapping[str, Any]]
+    """The record of each file in meta.json, by name."""
+    max_ahead: int
+    """Bytes that a process fetches ahead of its reading."""
 
     def arrive(self, name: str) -> None:
         """Bring a file whole, if it is not there, or is another one. name: in the folder; an unknown one is left."""
@@ -33,6 +38,15 @@ class Mounted(Protocol):
 
     def read_into(self, memory: memoryview, name: str, at: int, plan: Any = None) -> None:
         """Fill memory with bytes of a file from byte `at` on. plan: from `plan`, which this read follows."""
+
+    def fetch(self, name: str, begin: int, end: int) -> bytes:
+        """Return a few bytes of a file from where it is. They are not compared, and not kept."""
+
+    def forget(self, name: str, begin: int, end: int) -> None:
+        """Remove bytes that were found damaged from the folder."""
+
+    def refuse(self, name: str, found: str, expected: str = "") -> NoReturn:
+        """Raise the error of a file that is damaged where it is."""
 
     def plan(
         self,

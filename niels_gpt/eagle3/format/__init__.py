@@ -6,6 +6,7 @@ native.py        the native form: which rows are stored, a sample, fp8 states, t
 weights.py       the stored weights of the target, and their receipt
 shard_writer.py  writes one shard and then its receipt, a JSON file with checksums
 shards.py        opens all shards of a cache of either form: checks, maps and compares them
+fetched.py       reads the samples of shards at a URL by ranges
 samples.py       sidecar/samples.safetensors and ids.txt: the tokenized input
 plan.py          sidecar/plan.json and batches.jsonl: all that decides the bytes; cuts samples into shards and batches
 torch_files.py   reads torch.save files of strangers with bounded memory and without running code

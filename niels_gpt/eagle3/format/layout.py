@@ -11,7 +11,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ import torch
 from niels_gpt.storage.errors import CacheError, NotFound, errors_as
 from niels_gpt.storage.fileio import META_NAME, NotRegularError, open_for_reading
 from niels_gpt.storage.meta_json import checked_count, parse_object, shortened
+from niels_gpt.storage.mounted import MOUNTED, let_arrive
 
 PathLike = str | os.PathLike[str]
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -181,10 +182,15 @@ def read_header(path: PathLike, *, follow_links: bool = False) -> tuple[Fields, 
         rows.
     """
     tensors, header = read_tensors_header(path, follow_links=follow_links)
+    return *rows_of_equal_number(os.fspath(path), tensors), header
+
+
+def rows_of_equal_number(where: str, tensors: Tensors) -> tuple[Fields, int]:
+    """Return the fields of a dense shard's tensors, and its number of rows. Raises: CacheError E701."""
     rows = {shape[0] if shape else -1 for _, shape in tensors.values()}
     if len(rows) != 1 or -1 in rows:
-        raise _damaged(os.fspath(path), f"its tensors have {sorted(rows)} rows", "one number of rows")
-    return {name: (dtype, shape[1:]) for name, (dtype, shape) in tensors.items()}, rows.pop(), header
+        raise _damaged(where, f"its tensors have {sorted(rows)} rows", "one number of rows")
+    return {name: (dtype, shape[1:]) for name, (dtype, shape) in tensors.items()}, rows.pop()
 
 
 def read_tensors_header(
@@ -197,14 +203,21 @@ def read_tensors_header(
     """
     where = os.fspath(path)
     with open(open_file(path, follow_links=follow_links), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
         refuse_sparse(file.fileno(), where, *sparse)
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
-        if not 0 < length <= min(size - 8, _MAX_HEADER):
-            most = f"{size:,}, the file's size, at most" if length > size - 8 else f"{_MAX_HEADER:,} at most"
-            raise _damaged(where, f"its first eight bytes give a header of {length:,} bytes", most)
-        text = file.read(length)
+        return tensors_header_in(where, os.fstat(file.fileno()).st_size, file.read)
+
+
+def tensors_header_in(where: str, size: int, read: Callable[[int], bytes]) -> tuple[Tensors, bytes]:
+    """Return the same as `read_tensors_header`. size: of the file. read: returns so many of its next bytes.
+
+    Raises: CacheError E701.
+    """
+    head = read(8)
+    length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+    if not 0 < length <= min(size - 8, _MAX_HEADER):
+        most = f"{size:,}, the file's size, at most" if length > size - 8 else f"{_MAX_HEADER:,} at most"
+        raise _damaged(where, f"its first eight bytes give a header of {length:,} bytes", most)
+    text = read(length)
     tensors: Tensors = {}
     end = 0
     try:
@@ -231,6 +244,8 @@ def open_file(path: PathLike, *, follow_links: bool = False) -> int:
     follow_links: open the file that a symbolic link points to, as in a snapshot of the Hugging Face hub.
     Raises: FileNotFoundError; CacheError E205 for a link, a linked sidecar, a folder, a FIFO or any other non-file.
     """
+    if MOUNTED:
+        let_arrive(path)
     where = os.fspath(path)
     above = os.path.dirname(where)
     if not follow_links and os.path.basename(above) == SIDECAR and os.path.islink(above):
@@ -278,7 +293,8 @@ def read_meta_bytes(cache_dir: PathLike, *, follow_links: bool = False) -> bytes
 
     Raises: FileNotFoundError; CacheError E205 for a link or non-file; CacheError E206 for a larger file.
     """
-    files, sidecar = 0, os.path.join(cache_dir, SIDECAR)
+    mount, sidecar = MOUNTED.get(os.fspath(cache_dir)), os.path.join(cache_dir, SIDECAR)
+    files = 0 if mount is None else len(mount.records)
     for folder in (cache_dir, sidecar) if follow_links or not os.path.islink(sidecar) else (cache_dir,):
         with suppress(OSError):
             files += len(os.listdir(folder))

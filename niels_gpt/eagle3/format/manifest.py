@@ -25,6 +25,7 @@ from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.meta_json import parse_object, shortened
+from niels_gpt.storage.mounted import MOUNTED
 
 FORMAT_VERSION = 1
 VERSIONS = (1, 2)
@@ -107,8 +108,10 @@ def existing_shard_indices(cache_dir: PathLike) -> set[int]:
     """Return the indices of the shards in `cache_dir`, which may be absent."""
     if not os.path.isdir(cache_dir):
         return set()
-    indices = {int(match.group(1)) for name in os.listdir(cache_dir) if (match := SHARD_NAME.match(name))}
-    return {index for index in indices if os.path.lexists(shard_path(cache_dir, index))}  # \d matches other digits too
+    mount = MOUNTED.get(os.fspath(cache_dir))
+    names = {*(os.listdir(cache_dir) if mount is None else mount.records)}
+    indices = {int(match.group(1)) for name in names if (match := SHARD_NAME.match(name))}
+    return {index for index in indices if shard_path("", index) in names}  # \d matches other digits too
 
 
 def check_shard_indices(cache_dir: PathLike, num_samples: int, num_shards: int) -> None:

@@ -12,9 +12,11 @@ value, or, far below the row's largest, 2**-18 of the largest.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -269,6 +271,15 @@ class NativeLayout:
 
 # --- a shard's file ---------------------------------------------------------------------------------------------------
 
+ROW_TENSORS = {
+    "input_ids": 0,
+    "aux_hidden_states": 1,
+    "aux_scales": 1,
+    "last_hidden_states": 2,
+    "log_normalizers": 2,
+    "argmax_ids": 2,
+}
+"""Tensor of a native shard -> which of a sample's counts is its number of rows."""
 ENDS = ("input_ids", "aux_hidden_states", "argmax_ids")
 """Tensors with one row for each unit that `STARTS` count, in that order."""
 _AGAIN = "Remove the shard and produce it again: precompute --resume"
@@ -288,10 +299,7 @@ class MappedShard:
         Raises: FileNotFoundError; CacheError E701 unless the header is exactly the layout's.
         """
         tensors, header = read_tensors_header(path, sparse=WITHOUT_HOLES, follow_links=follow_links)
-        expected = layout.tensors(*_sizes_of(path, tensors))
-        if tensors != expected or header != tensors_header(expected):
-            names = f"{_described(expected)}, in safetensors' order and without metadata"
-            raise CacheError(path, f"its header has {_described(tensors)}", names, _AGAIN, code="E701")
+        _check_header(path, layout, tensors, header)
         size = len(header) + sum(map(row_bytes_of, tensors.values()))
         whole = torch.from_file(path, False, size, dtype=torch.uint8)  # private: a change stays in this process
         views, begin = {}, len(header)
@@ -300,6 +308,58 @@ class MappedShard:
             views[name] = whole[begin:end].view(dtype).view(shape)
             begin = end
         return cls(views, np.stack([views[name].numpy() for name in STARTS], axis=1)), header
+
+    @classmethod
+    def of_ends(
+        cls, path: str, layout: NativeLayout, tensors: Tensors, header: bytes, read: Callable[[int, int], bytes]
+    ) -> MappedShard:
+        """Return a shard whose starts and loss bits alone were read; its other tensors have no memory.
+
+        read: returns bytes begin to end of the file. Raises: CacheError E701 unless the header is the layout's.
+        """
+        _check_header(path, layout, tensors, header)
+        views, begins = _without_memory(tensors), _begins(tensors)
+        for name in (*STARTS, "loss_bits"):
+            begin, size = begins[name], row_bytes_of(tensors[name])
+            content = np.frombuffer(bytearray(read(begin, begin + size)), np.uint8)
+            views[name] = torch.from_numpy(content).view(tensors[name][0])
+        return cls(views, np.stack([views[name].numpy() for name in STARTS], axis=1))
+
+    @classmethod
+    def of_counts(cls, layout: NativeLayout, counts: Counts) -> MappedShard:
+        """Return a shard of known samples whose tensors have no memory."""
+        starts = np.zeros((len(counts) + 1, 3), np.int64)
+        np.cumsum(counts, axis=0, out=starts[1:])
+        return cls(_without_memory(layout.fields(counts)), starts)
+
+    @cached_property
+    def _layout(self) -> tuple[Tensors, dict[str, int]]:
+        """The forms of the tensors, and their first bytes in the file."""
+        forms: Tensors = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+        return forms, _begins(forms)
+
+    def placed(self, row: int) -> tuple[dict[str, tuple[int, int]], Tensors]:
+        """Return the bytes [begin, end) of a sample's tensors in the file, and their forms; of loss_bits all bytes that
+        have one of its bits."""
+        firsts, lasts = self.starts[row : row + 2].tolist()
+        (forms, begins), spans, some = self._layout, dict[str, tuple[int, int]](), Tensors()
+        for name, (dtype, (_, *width)) in forms.items():
+            if name in STARTS:
+                continue
+            which = ROW_TENSORS.get(name)
+            first, last = (firsts[0] // 8, -(-lasts[0] // 8)) if which is None else (firsts[which], lasts[which])
+            size = row_bytes_of((dtype, tuple(width)))
+            spans[name] = begins[name] + first * size, begins[name] + last * size
+            some[name] = dtype, (last - first, *width)
+        return spans, some
+
+    def one(self, row: int, tensors: dict[str, torch.Tensor]) -> MappedShard:
+        """Return a sample as a shard of its own. tensors: its bytes by `placed`."""
+        begin, end = self.starts[row : row + 2]
+        skipped = int(begin[0]) % 8
+        bits = np.unpackbits(tensors["loss_bits"].numpy(), bitorder="little")[skipped:][: end[0] - begin[0]]
+        own = {**tensors, "loss_bits": torch.from_numpy(np.packbits(bits, bitorder="little"))}
+        return MappedShard(own, np.stack([begin - begin, end - begin]))
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -355,6 +415,23 @@ class MappedShard:
             row = int(wrong[0])
             found = f"sample {row} of the shard has (tokens, auxiliary rows, target rows) {counts[row].tolist()}"
             raise CacheError(path, found, f"{stated[row].tolist()} by its loss bits", _AGAIN, code="E701")
+
+
+def _check_header(path: str, layout: NativeLayout, tensors: Tensors, header: bytes) -> None:
+    expected = layout.tensors(*_sizes_of(path, tensors))
+    if tensors != expected or header != tensors_header(expected):
+        names = f"{_described(expected)}, in safetensors' order and without metadata"
+        raise CacheError(path, f"its header has {_described(tensors)}", names, _AGAIN, code="E701")
+
+
+def _without_memory(tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in tensors.items()}
+
+
+def _begins(tensors: Tensors) -> dict[str, int]:
+    """Return the first byte of each tensor in a file of them."""
+    ends = itertools.accumulate(map(row_bytes_of, tensors.values()), initial=len(tensors_header(tensors)))
+    return dict(zip(tensors, ends, strict=False))
 
 
 def _sizes_of(path: str, tensors: Tensors) -> tuple[int, int, int, int]:

@@ -38,21 +38,12 @@ from niels_gpt.eagle3.format.layout import (
     shard_path,
     tensors_header,
 )
-from niels_gpt.eagle3.format.native import STARTS, Counts, NativeLayout, NativeSample, row_counts
+from niels_gpt.eagle3.format.native import ROW_TENSORS, STARTS, Counts, NativeLayout, NativeSample, row_counts
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import SizedFile, canonical_json, write_bytes
 from niels_gpt.storage.meta_json import checked_count, checked_sha256, parse_object, shortened
 
-ROW_TENSORS = {
-    "input_ids": 0,
-    "aux_hidden_states": 1,
-    "aux_scales": 1,
-    "last_hidden_states": 2,
-    "log_normalizers": 2,
-    "argmax_ids": 2,
-}
-"""Tensor of a native shard -> which of a sample's counts is its number of rows."""
 _RECEIPT_VERSION = 1
 _DIGEST = re.compile("[0-9a-f]{32}")
 

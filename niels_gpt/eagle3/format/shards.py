@@ -11,9 +11,9 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from niels_gpt.cache.checksums import Check, checked_check
+from niels_gpt.eagle3.format.fetched import Fetched, Span
 from niels_gpt.eagle3.format.layout import (
     DTYPES,
     FULL_FIELDS,
@@ -31,10 +32,13 @@ from niels_gpt.eagle3.format.layout import (
     Fields,
     Layout,
     PathLike,
+    Tensors,
     form_text,
     read_header,
     row_bytes_of,
+    rows_of_equal_number,
     shard_path,
+    tensors_header,
 )
 from niels_gpt.eagle3.format.manifest import (
     PRODUCE_AGAIN,
@@ -48,9 +52,17 @@ from niels_gpt.eagle3.format.manifest import (
     read_manifest,
 )
 from niels_gpt.eagle3.format.meta import compare_once, compared, key_of, version_of
-from niels_gpt.eagle3.format.native import ENDS, STARTS, Counts, MappedShard, NativeLayout, NativeSample, has_target_row
-from niels_gpt.eagle3.format.shard_writer import (
+from niels_gpt.eagle3.format.native import (
+    ENDS,
     ROW_TENSORS,
+    STARTS,
+    Counts,
+    MappedShard,
+    NativeLayout,
+    NativeSample,
+    has_target_row,
+)
+from niels_gpt.eagle3.format.shard_writer import (
     bytes_of,
     read_receipt,
     receipt_path,
@@ -60,6 +72,7 @@ from niels_gpt.eagle3.format.shard_writer import (
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import hold_version
 from niels_gpt.storage.meta_json import shortened
+from niels_gpt.storage.mounted import MOUNTED
 
 COMMON_FIELDS = ("aux_hidden_states", *INT_FIELDS, "position_mask")
 Damage = list[tuple[int | None, str]]
@@ -100,6 +113,7 @@ class Shards(ABC, Generic[Mapped]):
         self.follow_links, self.exact, self._max_open = follow_links, exact, max_open
         self._check: Check | None = None  # of an open cache
         self._hold: object = None
+        self._fetched: Fetched | None = None  # of an open cache at a URL
         self._receipts: dict[int, dict[str, Any] | None] = {}  # of shards whose samples are compared
         self._seen: dict[int, bytearray] = {}  # of each shard: a byte for each sample that was compared
         self._open: dict[int, Mapped] = {}
@@ -124,12 +138,66 @@ class Shards(ABC, Generic[Mapped]):
             cache_dir, read_manifest(cache_dir, follow_links=follow_links), max_open=max_open, follow_links=follow_links
         )
         shards._check, shards._hold = check, hold
+        if (mount := MOUNTED.get(os.fspath(cache_dir))) is not None:
+            shards._fetched = Fetched(mount)
         check_shard_indices(cache_dir, shards.num_samples, shards.num_shards)
         shards._check_all()
         return shards
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}, "_receipts": {}}
+
+    def _ranged(self, shard: int) -> Fetched | None:
+        """Return what reads a shard by ranges; None for one on a disk, and one without a receipt, which comes whole."""
+        fetched = self._fetched
+        return fetched if fetched is not None and receipt_path("", shard).as_posix() in fetched.mount.records else None
+
+    def will_read(self, numbers: Sequence[int], least: int) -> int:
+        """Say that samples are read next, in this order, so that those at a URL are fetched ahead.
+
+        least: as many as are read now. Returns: the number of samples that are fetched ahead.
+        """
+        if self._fetched is None:
+            return len(numbers)
+        return self._fetched.will_read(self, numbers, least, lambda number: self._spans_of(*self.place(number)))
+
+    def _spans_of(self, shard: int, row: int) -> tuple[int, list[Span]]:
+        spans = self._placed(shard, row)[0].values() if self._ranged(shard) else []
+        return shard, [span for span in spans if span[0] < span[1]]
+
+    def _arrived(self, number: int) -> Mapped:
+        """Return one sample of a shard at a URL, compared with its receipt. Raises: CacheError E611."""
+        shard, row = self.place(number)
+        fetched, receipt = self._fetched, self._receipts.get(shard)
+        assert fetched is not None
+        if receipt is None:
+            fetched.twice(shard, lambda: self.opened(shard))  # compares the header
+            receipt = self._receipts[shard] = self._receipt(shard)
+        assert receipt is not None
+        if row >= receipt["samples"]:
+            where, found = receipt_path(self.cache_dir, shard), f"{receipt['samples']} samples"
+            raise CacheError(where, found, f"sample {row} of the shard too", code="E701")
+        spans, forms = self._placed(shard, row)
+        slots, digest = receipt["slots"][row], receipt["xxh3_128"][row]
+        return fetched.compared(
+            shard,
+            row,
+            lambda: self._one(shard, row, fetched.tensors(number, shard, spans, forms)),
+            lambda one: self._row_damage(one, 0, slots, digest)[0],
+            [*spans.values()],
+        )
+
+    @abstractmethod
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the shard of a sample, and its row in it. Raises: IndexError, also for a negative index."""
+
+    @abstractmethod
+    def _placed(self, shard: int, row: int) -> tuple[Mapping[str, Span], Tensors]:
+        """Return where the tensors of a sample lie in a shard at a URL, and their forms."""
+
+    @abstractmethod
+    def _one(self, shard: int, row: int, tensors: dict[str, torch.Tensor]) -> Mapped:
+        """Return these tensors of a sample as a shard of one sample."""
 
     def opened(self, shard: int) -> Mapped:
         """Return a shard, mapped in this process. Raises: CacheError for its first deviation from the manifest."""
@@ -176,17 +244,21 @@ class Shards(ABC, Generic[Mapped]):
     def _check_header(self, shard: int, header: bytes) -> None:
         """Compare a shard's size and header with its receipt, once a process. Raises: CacheError."""
         path = shard_path(self.cache_dir, shard)
-        about = os.stat(path)
-        key = key_of(about)
+        if (fetched := self._ranged(shard)) is not None:
+            size, key = fetched.size(shard), None
+        else:
+            about = os.stat(path)
+            size, key = about.st_size, key_of(about)
         if key in compared or (receipt := self._receipt(shard)) is None:
             return
         by = f"by {receipt_path(self.cache_dir, shard)}"
-        if about.st_size != receipt["bytes"]:
-            raise CacheError(path, f"{about.st_size} bytes", f"{receipt['bytes']} {by}", _AGAIN, code="E701")
+        if size != receipt["bytes"]:
+            raise CacheError(path, f"{size} bytes", f"{receipt['bytes']} {by}", _AGAIN, code="E701")
         if hashlib.sha256(header).hexdigest() != receipt["header_sha256"]:
             found = f"bytes 0 to {len(header)}, its header, are not those that were written, {by}"
             raise CacheError(path, found, remedy=_AGAIN, code="E701")
-        compared.add(key)
+        if key is not None:
+            compared.add(key)
 
     def _receipt(self, shard: int) -> dict[str, Any] | None:
         """Return a shard's receipt; None without one. Raises: CacheError if meta.json names another one."""
@@ -297,11 +369,17 @@ class DenseShards(Shards[DenseShard]):
     def rows_of(self, shard: int) -> int:
         return min(self.shard_size, self.num_samples - shard * self.shard_size)
 
+    def place(self, index: int) -> tuple[int, int]:
+        return divmod(index, self.shard_size)
+
     def row(self, shard: int, row: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of a sample, as views of its shard.
+        """Return the tensors of a sample, as views of its shard; of one at a URL in memory of their own.
 
         Raises: CacheError for a shard that does not fit the manifest, or, with check "blocks", a damaged sample.
         """
+        if self._ranged(shard):
+            tables = self._arrived(self.first_of(shard) + row)[1]
+            return {name: tables[name][0] for name in self._keys}
         mapped = self.opened(shard)
         if self._check == "blocks":
             handle, tables = mapped
@@ -322,7 +400,7 @@ class DenseShards(Shards[DenseShard]):
         Raises: FileNotFoundError; CacheError for a damaged header.
         """
         path, wrong = shard_path(self.cache_dir, shard), []
-        fields, rows, header = read_header(path, follow_links=self.follow_links)
+        fields, rows, header = self._stated(shard)
         if rows != (expected := self.rows_of(shard)):
             samples = f"{expected} of the manifest's {self.num_samples}"
             wrong.append(CacheError(path, f"{rows} samples", samples, code="E701"))
@@ -336,6 +414,14 @@ class DenseShards(Shards[DenseShard]):
         if not wrong and not self.exact:
             self._fields = fields
         return header, wrong
+
+    def _stated(self, shard: int) -> tuple[Fields, int, bytes]:
+        """Return the same as `read_header`. Raises: FileNotFoundError; CacheError for a damaged header."""
+        path = shard_path(self.cache_dir, shard)
+        if (fetched := self._ranged(shard)) is None:
+            return read_header(path, follow_links=self.follow_links)
+        tensors, header = fetched.header(path, shard)
+        return *rows_of_equal_number(path, tensors), header
 
     def _declared(self, fields: Fields) -> _Declared:
         """Return the fields that the manifest declares; None stands for a size or dtype that it lacks."""
@@ -365,15 +451,35 @@ class DenseShards(Shards[DenseShard]):
         if self.compressed and selected is not None and len(selected) != size:
             found, expected = f"draft_vocab_size is {size}", f"{len(selected)}, the length of selected_token_ids"
             raise CacheError(manifest_path(self.cache_dir), found, expected, code="E701")
-        for shard in range(self.num_shards):
-            for wrong in self._header(shard)[1]:
-                raise wrong
+        if self._fetched is None:
+            for shard in range(self.num_shards):
+                self._fitting(shard)
+        elif self.num_shards:
+            self._fetched.twice(0, lambda: self._fitting(0))  # its fields are those of all
+            self._fetched.each(self.num_shards, self._fitting)
 
-    def _map(self, shard: int) -> tuple[DenseShard, bytes]:
+    def _fitting(self, shard: int) -> bytes:
+        """Return a shard's header bytes. Raises: CacheError for its first deviation from the manifest."""
         header, wrong = self._header(shard)
         if wrong:
             raise wrong[0]
-        return self._tables(shard, self._keys), header
+        return header
+
+    def _map(self, shard: int) -> tuple[DenseShard, bytes]:
+        header = self._fitting(shard)
+        return ((None, {}) if self._ranged(shard) else self._tables(shard, self._keys)), header
+
+    def _placed(self, shard: int, row: int) -> tuple[Mapping[str, Span], Tensors]:
+        fields, rows, header = self._stated(shard)
+        spans, begin = {}, len(header)
+        for name, field in fields.items():
+            size = row_bytes_of(field)
+            spans[name] = begin + row * size, begin + (row + 1) * size
+            begin += rows * size
+        return spans, {name: (dtype, (1, *shape)) for name, (dtype, shape) in fields.items()}
+
+    def _one(self, shard: int, row: int, tensors: dict[str, torch.Tensor]) -> DenseShard:
+        return None, tensors
 
     def _unchecked(self, shard: int) -> tuple[DenseShard, bytes, int]:
         fields, rows, header = read_header(shard_path(self.cache_dir, shard), follow_links=self.follow_links)
@@ -434,7 +540,6 @@ class NativeShards(Shards[MappedShard]):
         return self.firsts[shard + 1] - self.firsts[shard]
 
     def place(self, index: int) -> tuple[int, int]:
-        """Return the shard of a sample, and its row in it. Raises: IndexError, also for a negative index."""
         if not 0 <= index < self.num_samples:
             raise IndexError(index)
         shard = bisect_right(self.firsts, index) - 1
@@ -443,6 +548,8 @@ class NativeShards(Shards[MappedShard]):
     def sample(self, index: int) -> NativeSample:
         """Return a sample; its tensors are views of the map. Raises: IndexError; CacheError."""
         shard, row = self.place(index)
+        if self._ranged(shard):
+            return self._arrived(index).sample(0)
         mapped = self.opened(shard)
         if self._check == "blocks":
             self._compare(shard, row, mapped)
@@ -485,16 +592,27 @@ class NativeShards(Shards[MappedShard]):
         return damage
 
     def _check_all(self) -> None:
-        counts = [self._map(shard)[0].counts for shard in range(self.num_shards)]
+        each = self._fetched.each if self._fetched is not None else lambda shards, read: [*map(read, range(shards))]
+        counts = each(self.num_shards, lambda shard: self._map(shard)[0].counts)
         firsts = [0, *accumulate(map(len, counts))]
         if firsts[-1] != self.num_samples:
             found = f"{firsts[-1]:,} samples in {self.num_shards:,} shards"
             raise CacheError(self.cache_dir, found, f"the manifest's {self.num_samples:,}", PRODUCE_AGAIN, code="E701")
         self.firsts, self.counts = firsts, np.concatenate([self.counts, *counts])
 
+    def _placed(self, shard: int, row: int) -> tuple[Mapping[str, Span], Tensors]:
+        return self.opened(shard).placed(row)
+
+    def _one(self, shard: int, row: int, tensors: dict[str, torch.Tensor]) -> MappedShard:
+        return self.opened(shard).one(row, tensors)
+
     def _map(self, shard: int) -> tuple[MappedShard, bytes]:
-        mapped, header, samples = self._unchecked(shard)
         path = shard_path(self.cache_dir, shard)
+        if (fetched := self._ranged(shard)) is not None and len(self.counts):
+            first, behind = self.firsts[shard : shard + 2]
+            mapped = MappedShard.of_counts(self.layout, self.counts[first:behind])  # as opening found it
+            return mapped, tensors_header(self.layout.fields(self.counts[first:behind]))
+        mapped, header, samples = self._unchecked(shard) if fetched is None else self._begun(shard, fetched)
         mapped.check(path, self.manifest["seq_length"])
         if self.firsts and samples != self.rows_of(shard):
             expected = f"{self.rows_of(shard)} of the manifest's {self.num_samples}"
@@ -504,6 +622,14 @@ class NativeShards(Shards[MappedShard]):
             if not np.array_equal(mapped.counts, self.counts[first:behind]):
                 raise CacheError(path, "other samples than when the cache was opened", "the same", code="E701")
         return mapped, header
+
+    def _begun(self, shard: int, fetched: Fetched) -> tuple[MappedShard, bytes, int]:
+        """Return the same as `_unchecked` of a shard at a URL, with starts and loss bits alone."""
+        path, begin = shard_path(self.cache_dir, shard), fetched.begin_of(shard)
+        tensors, header = fetched.header(path, shard, begin)
+        read = partial(fetched.bytes_of, shard, begin)
+        mapped = MappedShard.of_ends(path, self.layout, tensors, header, read)
+        return mapped, header, len(mapped)
 
     def _unchecked(self, shard: int) -> tuple[MappedShard, bytes, int]:
         path = shard_path(self.cache_dir, shard)

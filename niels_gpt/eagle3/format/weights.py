@@ -34,6 +34,7 @@ from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import SizedFile, canonical_json, sha256_file, write_bytes
 from niels_gpt.storage.meta_json import parse_object, read_regular, shortened
+from niels_gpt.storage.mounted import MOUNTED
 
 EMBEDDINGS_RECEIPT, WEIGHTS_RECEIPT = "embeddings.json", "weights.json"
 """File names in the sidecar."""
@@ -110,6 +111,9 @@ def read_target_embeddings(cache_dir: PathLike, *, follow_links: bool = False) -
     Raises: FileNotFoundError; CacheError E701 unless the file is whole and has the embeddings.
     """
     path = os.path.join(cache_dir, EMBEDDINGS_NAME)
+    mount = MOUNTED.get(os.fspath(cache_dir))
+    if mount is not None:
+        mount.arrive(EMBEDDINGS_NAME if EMBEDDINGS_NAME in mount.records else WEIGHTS_NAME)
     if not os.path.lexists(path) and os.path.lexists(os.path.join(cache_dir, WEIGHTS_NAME)):
         weights = read_weights(cache_dir, ["embeddings"], follow_links=follow_links)
         if "embeddings" not in weights:

@@ -1,0 +1,315 @@
+"""EAGLE-3 caches read straight from a URL: the same batches, what is fetched, and damage there."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import fsspec
+import pytest
+import torch
+from support.disk import meta_bytes
+from support.eagle3_native import write_native
+from support.errors import refused
+from support.small_eagle3 import write_cache
+from torch.utils.data import DataLoader
+
+from niels_gpt.eagle3 import Eagle3Stream
+from niels_gpt.eagle3.cache import CachedEagle3Dataset, build_cached_eagle3_dataloader
+from niels_gpt.eagle3.format.meta import write_meta
+from niels_gpt.eagle3.native import NativeEagle3Dataset, build_native_dataloader
+from niels_gpt.storage.mounted import MOUNTED
+
+pytestmark = pytest.mark.filterwarnings("ignore:the last batch has")
+FORMS = ["version 1", "top k", "native", "fp8", "native as six keys"]
+MASKS = [[0, 1] + [0] * number + [1, 0] * (number % 3) for number in range(11)]
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def mounts():
+    """The mounts that a test makes, which go after it."""
+    before = dict(MOUNTED)
+    yield lambda: [mount for folder, mount in MOUNTED.items() if folder not in before]
+    for folder in MOUNTED.keys() - before.keys():
+        del MOUNTED[folder]
+
+
+def sealed(folder):
+    """Write the meta.json of a folder that has all else."""
+    write_meta(folder, {"totals": {"tokens": 100, "supervised_tokens": 10, "shards": 3}, "tokenizer_sha256": "ab" * 32})
+    return folder
+
+
+def written(folder, form, seed=0):
+    """Write a whole cache of eleven samples in three or four shards."""
+    if form in FORMS[:2]:
+        write_cache(folder, samples=11, shard_size=3, topk=3 * (form == "top k"), seed=seed)
+    else:
+        masks, dtype = MASKS[:: -1 if seed else 1], "fp8" if form == "fp8" else "bf16"
+        write_native(folder, masks, cuts=[4, 7], aux_dtype=dtype)
+        (folder / "target_weights.safetensors").write_bytes(b"of no use here")
+    return sealed(folder)
+
+
+def opened(form, place, **how):
+    if form in ("native", "fp8"):
+        return NativeEagle3Dataset(place, **how)
+    return CachedEagle3Dataset(place, **how, **({"target_probs": False} if "six" in form else {}))
+
+
+def at_memory(folder, name):
+    """Copy a cache to memory://. Returns the URL."""
+    fsspec.filesystem("memory").put(str(folder), f"/{name}", recursive=True)
+    return f"memory://{name}"
+
+
+@pytest.fixture
+def place(tmp_path):
+    """Keyword arguments of a cache at a URL."""
+    return {"local": tmp_path / "local", "max_bytes": "16 MiB"}
+
+
+@pytest.fixture(params=FORMS)
+def form(request):
+    return request.param
+
+
+def digest(batch):
+    found = hashlib.sha256(json.dumps([[name, list(tensor.shape)] for name, tensor in batch.items()]).encode())
+    for tensor in batch.values():
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def digests(batches):
+    return [digest(batch) for batch in batches]
+
+
+def stream(dataset, **changed):
+    return Eagle3Stream(dataset, **{"global_batch_size": 4, "seed": 3, "epochs": 2, **changed})
+
+
+def flip(path, at=-1):
+    """Change a byte of a file, and leave its size and its time."""
+    about, content = path.stat(), bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+# --- the same batches -------------------------------------------------------------------------------------------------
+
+
+def test_batches_from_a_url_are_those_of_the_folder(tmp_path, form, place):
+    cache = written(tmp_path / "c", form)
+    there = opened(form, f"file://{cache}", **place)
+    here = opened(form, cache)
+    assert there.fingerprint() == here.fingerprint() and len(there) == len(here)
+    assert str(cache) in repr(there) and str(tmp_path / "local") not in repr(there)
+    assert digests(stream(there)) == digests(stream(here))
+    by_shards = [digests(stream(each, order="shards", open_shards=2)) for each in (there, here)]
+    assert by_shards[0] == by_shards[1] != digests(stream(here))
+    if form in FORMS[:2]:
+        assert there[-1].keys() == here[-1].keys()
+        assert there[-1]["target_probs"].equal(here[-1]["target_probs"])
+
+
+def test_a_resume_with_other_ranks_and_from_the_folder(tmp_path, form, place):
+    cache = written(tmp_path / "c", form)
+    here, there = opened(form, cache), opened(form, f"file://{cache}", **place)
+    whole = digests(stream(here, order="shards", open_shards=2))
+    first, taken = stream(there, order="shards", open_shards=2), []
+    for batch in first:
+        taken.append(digest(batch))
+        if len(taken) == 3:
+            break
+    state = batch.state
+    assert taken == whole[:3]
+    for dataset in (there, here):  # a state moves between a URL and a folder
+        again = stream(dataset, order="shards", open_shards=2)
+        again.load_state_dict(state)
+        assert digests(again) == whole[3:]
+    parts = [stream(there, order="shards", open_shards=2, rank=rank, world_size=2) for rank in range(2)]
+    alone = [stream(here, order="shards", open_shards=2, rank=rank, world_size=2) for rank in range(2)]
+    for part, one in zip(parts, alone, strict=True):
+        part.load_state_dict(state)
+        one.load_state_dict(state)
+        assert digests(part) == digests(one)
+
+
+def test_copies_workers_and_threads_read_it_too(tmp_path, place, mounts):
+    cache = at_memory(written(tmp_path / "c", "native"), "copies/native")
+    dataset = NativeEagle3Dataset(cache, **place)
+    whole = digests(stream(dataset))
+    assert digests(stream(pickle.loads(pickle.dumps(dataset)))) == whole
+    forked = DataLoader(stream(dataset), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert digests(forked) == whole
+    with ThreadPoolExecutor(4) as threads:
+        samples = list(threads.map(dataset.__getitem__, [*range(len(dataset))] * 3))
+    assert all(
+        one.aux_hidden_states.equal(dataset[number % 11].aux_hidden_states) for number, one in enumerate(samples)
+    )
+
+
+@pytest.mark.slow
+def test_a_spawned_process_reads_it(tmp_path, place):
+    cache = written(tmp_path / "c", "version 1")
+    dataset = CachedEagle3Dataset(f"file://{cache}", **place)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_digests_of, (dataset,)) == digests(stream(CachedEagle3Dataset(cache)))
+
+
+def _digests_of(dataset):
+    return digests(stream(dataset))
+
+
+@pytest.mark.parametrize("form", ["top k", "fp8"])
+def test_loaders_take_a_url(tmp_path, form, place):
+    cache = written(tmp_path / "c", form)
+    build = build_native_dataloader if form == "fp8" else build_cached_eagle3_dataloader
+    url = at_memory(cache, f"loaders/{form[:3]}")
+    assert digests(build(url, 4, False, **place)) == digests(build(cache, 4, False))
+
+
+def test_local_without_a_url_is_refused(tmp_path, place):
+    cache = written(tmp_path / "c", "version 1")
+    with refused("E101", "local"):
+        CachedEagle3Dataset(cache, **place)
+    with refused("E101", "local"):
+        CachedEagle3Dataset(f"file://{cache}")
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["top k", "native"])
+def test_a_damaged_sample_at_the_url_is_named(tmp_path, form, place):
+    cache = written(tmp_path / "c", form)
+    dataset = opened(form, f"file://{cache}", **place)
+    shard = cache / "shard-000001.safetensors"
+    flip(shard, -20)
+    with refused("E611", "shard-000001.safetensors", "sample"):
+        digests(stream(dataset))
+    with refused("E611", "shard-000001.safetensors"):  # again, and not the bytes of the first attempt
+        digests(stream(dataset))
+    assert digest_of_samples(dataset, range(3)) == digest_of_samples(opened(form, cache), range(3))
+
+
+def digest_of_samples(dataset, numbers):
+    return [str(dataset[number]) for number in numbers]
+
+
+@pytest.mark.parametrize("form", ["version 1", "native"])
+@pytest.mark.parametrize("at", [3, 30])
+def test_a_damaged_header_at_the_url_is_named(tmp_path, form, at, place):
+    cache = written(tmp_path / "c", form)
+    flip(cache / "shard-000002.safetensors", at)
+    with refused("E611", "shard-000002.safetensors"):
+        opened(form, f"file://{cache}", **place)
+
+
+def test_damaged_starts_and_loss_bits_are_named(tmp_path, place):
+    cache = written(tmp_path / "c", "native")
+    flip(cache / "shard-000002.safetensors", -1)  # loss bits are last
+    with refused("E611", "shard-000002.safetensors"):
+        NativeEagle3Dataset(f"file://{cache}", **place)
+
+
+def test_a_shard_that_is_gone_or_short_is_named(tmp_path, form, place):
+    cache = written(tmp_path / "c", form)
+    dataset = opened(form, f"file://{cache}", **place)
+    shard = cache / "shard-000000.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-200])
+    with refused("E611", "shard-000000.safetensors"):
+        digests(stream(dataset))
+    shard.unlink()
+    with refused("E611", "shard-000000.safetensors"):
+        digests(stream(dataset))
+    with refused("E611", "shard-000000.safetensors"):
+        opened(form, f"file://{cache}", **place)
+    shard.write_bytes(whole)
+    assert digests(stream(dataset)) == digests(stream(opened(form, cache)))
+
+
+def test_a_replaced_cache_is_refused(tmp_path, form, place):
+    cache = written(tmp_path / "c", form)
+    dataset = opened(form, f"file://{cache}", **place)
+    before = digests(stream(dataset))
+    shutil.rmtree(cache)
+    shutil.copytree(written(tmp_path / "other", form, seed=1), cache)
+    for piece in (tmp_path / "local").glob("*/.pieces/*"):
+        piece.unlink()
+    with refused("E610", str(cache)):
+        digests(stream(dataset))
+    assert digests(stream(opened(form, f"file://{cache}", **place))) != before
+
+
+@pytest.mark.parametrize("form", ["version 1", "fp8"])
+def test_a_piece_that_is_damaged_in_the_folder_is_fetched_again(tmp_path, form, place, mounts, caplog):
+    cache = written(tmp_path / "c", form)
+    dataset = opened(form, f"file://{cache}", **place)
+    before = digests(stream(dataset))
+    pieces = sorted((tmp_path / "local").glob("*/.pieces/*"))
+    assert pieces
+    for piece in pieces:
+        flip(piece, piece.stat().st_size // 2)
+    assert digests(stream(dataset)) == before
+    assert "W611" in [getattr(record, "code", "") for record in caplog.records]
+
+
+def test_a_cache_of_tokens_without_block_checksums_is_refused_still(tmp_path, place):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "meta.json").write_bytes(meta_bytes({"kind": "other", "files": []}))
+    with refused("E208", "meta.json"):
+        CachedEagle3Dataset(f"file://{tmp_path}/c", **place)
+
+
+# --- what is fetched --------------------------------------------------------------------------------------------------
+
+
+def large(folder, form):
+    """Write a cache of 160 MiB in shards of 8 MiB."""
+    if form == "version 1":
+        write_cache(folder, samples=20 * 16, shard_size=16, slots=6600)
+    else:
+        masks = [[0] * 40 + [1, 0] * 12] * (20 * 16)
+        write_native(folder, masks, cuts=range(16, 20 * 16, 16), hidden_size=4300, shard_bytes=8 * MIB)
+        (folder / "target_weights.safetensors").write_bytes(b"of no use here")
+    return sealed(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["version 1", "native"])
+def test_an_epoch_by_shards_fetches_the_cache_about_once(tmp_path, form, mounts):
+    cache = large(tmp_path / "c", form)
+    size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+    where = {"local": tmp_path / "local", "max_bytes": size // 10, "max_ahead": 4 * MIB}
+    dataset = opened(form, f"file://{cache}", **where)
+    (mount,) = mounts()
+    assert mount.fetched_bytes < 20 * 2 * 65_536 + 100_000  # header, starts and loss bits of 20 shards
+    assert digest_of_samples(dataset, [200]) == digest_of_samples(opened(form, cache), [200])
+    assert mount.fetched_bytes < 20 * 2 * 65_536 + 7 * MIB  # a sample of half a MiB lies in several pieces
+    how = {"order": "shards", "open_shards": 1, "epochs": 1}
+    there = digests(stream(dataset, **how))
+    assert mount.fetched_bytes <= 1.1 * size
+    kept = sum(path.stat().st_size for path in (tmp_path / "local").rglob("*") if path.is_file())
+    assert kept <= size // 10 + MIB
+    assert there == digests(stream(opened(form, cache), **how))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["top k", "native"])
+def test_over_a_server(tmp_path, form, place, s3_server):
+    cache = written(tmp_path / "c", form)
+    name = f"team/eagle3-{form[:3]}"
+    fsspec.filesystem("s3").put(str(cache), f"s3://{name}", recursive=True)
+    s3_server.delay_s = 0.005
+    dataset = opened(form, f"s3://{name}", **place)
+    assert digests(stream(dataset)) == digests(stream(opened(form, cache)))
+    s3_server.refuse = 2
+    assert digests(stream(opened(form, f"s3://{name}", **place))) == digests(stream(opened(form, cache)))
