@@ -254,7 +254,9 @@ class TokenFiles:
         """
         dtype, size = self.dtype, self.dtype.itemsize
         if not self._are_mapped(files):
-            firsts, counts = ((places - self.first_tokens[files]) * size).tolist(), ((ends - places) * size).tolist()
+            begins = (places - self.first_tokens[files]) * size
+            self._check_room(files, begins, begins + (ends - places) * size)
+            firsts, counts = begins.tolist(), ((ends - places) * size).tolist()
             each = zip(files.tolist(), firsts, counts, strict=True)
             return joined((self._bytes(file, first, count) for file, first, count in each), pads, pad_id, dtype)
         if self._content is None:
@@ -271,6 +273,7 @@ class TokenFiles:
     def _read(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int, dtype: np.dtype[Any]) -> Ids:
         rows, itemsize = np.empty((len(files), width), dtype=dtype), dtype.itemsize
         content, size = rows.reshape(-1).view(np.uint8).data, width * itemsize
+        self._check_room(files, starts * itemsize, starts * itemsize + size)
         for row, (file, start) in enumerate(zip(files.tolist(), starts.tolist(), strict=True)):
             self._read_into(content[row * size : (row + 1) * size], file, start * itemsize)
         return rows
@@ -285,6 +288,11 @@ class TokenFiles:
             firsts, sizes = self.first_tokens[files[some]], self._itemsizes[files[some]]
             spans = ((at[some] - firsts) * sizes for at in (places, ends))
             self._plans[mount] = mount.plan(self, names, files[some], *spans)
+
+    def _check_room(self, files: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Raise NoRoomError if a folder of fetched pieces is smaller than a batch. begins, ends: bytes, int64 [n]."""
+        if (found := next(filter(None, self._mounts), None)) is not None:
+            found[0].check_room(files, begins, ends)
 
     def _read_into(self, rest: memoryview, file: int, at: int) -> None:
         """Fill memory with the bytes of a file from byte `at` on."""
