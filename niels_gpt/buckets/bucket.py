@@ -62,7 +62,11 @@ _NETWORK = frozenset(
 )
 """Library errors that a later attempt may not meet."""
 HUB_FOLDER = re.compile(r"datasets/([\w.-]+/[\w.-]+)(?:@([^/:@]+))?(?:/(.*))?")
-"""A folder on the hub: repository, revision and path."""
+"""A folder of a dataset on the hub: repository, revision and path."""
+_HUB_BUCKET = re.compile(r"buckets/[\w.-]+/[\w.-]+(?:/.*)?")
+"""A folder of a storage bucket on the hub, which has no revisions. It is only read; never run against the hub."""
+NOTE_NAME = "niels_gpt-push.json"
+"""The note of a push, in the bucket while the push runs: names the cache and its files."""
 _T = TypeVar("_T")
 
 
@@ -88,8 +92,9 @@ def scheme_of(url: str) -> str:
     if colon and (has_user or ("?" in rest and kind != "file")):
         why = "the URL holds credentials or a query, which would be seen in logs. The libraries find credentials"
         raise ValueError(f"{kind}://...: {why} themselves: name the bucket and the folder only")
-    if kind == "hf" and not HUB_FOLDER.fullmatch(rest.rstrip("/")):
-        raise ValueError("hf://...: expected hf://datasets/USER/NAME[@REVISION][/FOLDER]")
+    if kind == "hf" and not any(each.fullmatch(rest.rstrip("/")) for each in (HUB_FOLDER, _HUB_BUCKET)):
+        expected = "hf://datasets/USER/NAME[@REVISION][/FOLDER], or to read hf://buckets/USER/NAME[/FOLDER]"
+        raise ValueError(f"hf://...: expected {expected}")
     return kind
 
 
@@ -350,6 +355,9 @@ def _opened(kind: str, url: str, patience: Patience) -> tuple[Any, str]:
             from niels_gpt.buckets.answers import bounded
 
             fresh |= bounded(kind)
+        if is_hub_bucket(url):
+            _check_hub_buckets()
+            fresh["skip_instance_cache"] = True
         fs = fsspec.filesystem(kind, **fresh)
     except ImportError as error:
         found = f"{kind}:// needs the package {library}, which is not installed: pip install 'niels-gpt[{extra}]'"
@@ -359,7 +367,23 @@ def _opened(kind: str, url: str, patience: Patience) -> tuple[Any, str]:
         raise CacheError(printable(url), f"refused: {reason}", remedy=_CREDENTIALS, code="E612") from None
     scheme, _, rest = url.partition("://")
     root = str(fs._strip_protocol(f"{scheme.lower()}://{rest}")).rstrip("/")  # libraries know small letters only
-    return fs, _pinned(fs, root, url, patience) if kind == "hf" else root
+    return fs, _pinned(fs, root, url, patience) if kind == "hf" and not is_hub_bucket(url) else root
+
+
+def is_hub_bucket(url: str) -> bool:
+    """Return whether a URL is of a storage bucket on the hub: hf://buckets/USER/NAME."""
+    scheme, _, rest = url.partition("://")
+    return scheme.lower() == "hf" and _HUB_BUCKET.fullmatch(rest.rstrip("/")) is not None
+
+
+def _check_hub_buckets() -> None:
+    """Raise ImportError unless the installed huggingface_hub reads storage buckets."""
+    import huggingface_hub
+    from huggingface_hub import hf_file_system
+
+    if not hasattr(hf_file_system, "HfFileSystemResolvedBucketPath"):
+        found = f"hf://buckets needs a newer huggingface_hub than {huggingface_hub.__version__}, which reads no buckets"
+        raise ImportError(f"{found}: pip install -U huggingface_hub")
 
 
 def _pinned(fs: Any, root: str, url: str, patience: Patience) -> str:

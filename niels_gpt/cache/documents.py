@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.cache.checksums import BlockSums
 from niels_gpt.cache.formats import OFFSET_DTYPE, Ids, flat_targets, has_loss_bits, target_mask, token_dtype_of
 from niels_gpt.cache.loss_bits import LossBits, bits_path
 from niels_gpt.cache.meta import recorded_bytes, special_id
-from niels_gpt.cache.mmap import load_idx, mmap_tokens
+from niels_gpt.cache.mmap import FetchedItems, load_idx, mmap_tokens, token_files
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, id_of_line
 from niels_gpt.storage.meta_json import open_regular, path_inside
@@ -57,13 +58,20 @@ def lengths(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
     return np.diff(bounds(cache, meta, split))
 
 
-def tokens_of(cache: Path, meta: dict[str, Any], split: str) -> Ids:
-    """Map the token file of an sft split: its ids [tokens].
+def tokens_of(cache: Path, meta: dict[str, Any], split: str) -> Ids | FetchedItems:
+    """Map the token file of an sft split: its ids [tokens]. At a URL slices of it are fetched.
 
     Raises: FileNotFoundError; CacheError E203 or E205 for a file of another size or kind, and for an empty split.
     """
     path, size = path_inside(cache, f"{split}_tokens.bin"), meta["shards"][split][0]["bytes"]
-    return mmap_tokens(path, expected_bytes=size, dtype=token_dtype_of(meta, cache / META_NAME))
+    return _tokens(cache, meta, path, size)
+
+
+def _tokens(cache: Path, meta: dict[str, Any], path: Path, size: int) -> Ids | FetchedItems:
+    dtype, sums = token_dtype_of(meta, cache / META_NAME), BlockSums(cache, meta)
+    if sums.mount is not None:
+        return FetchedItems(token_files([(path, size)], sums, dtype=dtype))
+    return mmap_tokens(path, expected_bytes=size, dtype=dtype)
 
 
 def ids_at(cache: Path, meta: dict[str, Any], split: str, start: int, end: int) -> Ids:
@@ -74,7 +82,7 @@ def ids_at(cache: Path, meta: dict[str, Any], split: str, start: int, end: int) 
         first, last = max(start - before, 0), min(end - before, record["tokens"])
         if first < last:
             path = path_inside(cache, record["name"])
-            parts.append(mmap_tokens(path, expected_bytes=record["bytes"], dtype=dtype)[first:last])
+            parts.append(_tokens(cache, meta, path, record["bytes"])[first:last])
         before += record["tokens"]
     return np.concatenate(parts)
 
@@ -95,7 +103,8 @@ def open_bits(folder: Path, meta: dict[str, Any], split: str, num_tokens: int) -
     """Map the loss bits of a split that has tokens. Raises: FileNotFoundError; CacheError for a file that does not
     match."""
     path = bits_path(folder, meta, f"{split}_tokens.bin")
-    return LossBits(path, num_tokens, recorded=recorded_bytes(folder, meta, path))
+    sums = BlockSums(folder, meta)
+    return LossBits(path, num_tokens, recorded=recorded_bytes(folder, meta, path), sums=sums if sums.mount else None)
 
 
 def supervised_counts(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:

@@ -29,6 +29,7 @@ from niels_gpt.storage.meta_json import (
     shortened,
     wrong_value,
 )
+from niels_gpt.storage.mounted import MOUNTED
 from niels_gpt.storage.versions import VERSION_NAME, VERSIONS_DIR, is_plan, version_name
 from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
 from niels_gpt.tokenizers.protocol import (
@@ -215,9 +216,12 @@ def split_shards(folder: Path, meta: dict[str, Any] | None, split: str) -> list[
     return [(path_inside(folder, record["name"]), record["bytes"]) for record in records]
 
 
-def text_bytes(folder: Path, meta: dict[str, Any] | None, split: str) -> int:
-    """Return the utf-8 length of the text of a pretrain split. Raises: CacheError E208 if meta.json lacks it."""
-    keys, where = meta or {}, str(folder / META_NAME)
+def text_bytes(folder: Path | str, meta: dict[str, Any] | None, split: str) -> int:
+    """Return the utf-8 length of the text of a pretrain split. folder: a URL too, for messages.
+
+    Raises: CacheError E208 if meta.json lacks it.
+    """
+    keys, where = meta or {}, f"{folder}/{META_NAME}"
     by_split = keys.get("utf8_bytes")
     if keys.get("kind", "pretrain") != "pretrain" or not isinstance(by_split, dict) or split not in by_split:
         expected = "a split of a pretrain cache with the length of its text"
@@ -417,6 +421,8 @@ def tokenizer_above(folder: Path) -> Path | None:
     For a partition it may be a version that is not installed yet.
     Raises: CacheError E205 if it is a symlink out of its parent folder.
     """
+    if str(folder) in MOUNTED:  # of a cache at a URL: what lies beside is of other caches
+        return None
     above = list(folder.parents)
     first = 3 if is_plan(Path(*above[2:3])) else 0  # of a partition: .versions/NUMBER, in the folder of a plan
     candidates = [parent / "tokenizer" for parent in above[first : first + _LEVELS_TO_CACHE_DIR]]

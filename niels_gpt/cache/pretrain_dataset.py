@@ -82,8 +82,8 @@ class PretrainSplit(Reader):
         self._documents = None  # shards are opened at their first read, and a copy brings their sizes
 
     def open_all(self) -> None:
-        """Look at every file now, as its first read does. Raises: CacheError."""
-        for path in self.files.paths:
+        """Look at every file now, as its first read does; at a URL at none. Raises: CacheError."""
+        for path in () if self.is_fetched else self.files.paths:
             with open(open_regular(path), "rb") as file:
                 self._sums.check_opened(path, file.fileno())
         if (self.meta or {}).get("index"):
@@ -96,6 +96,11 @@ class PretrainSplit(Reader):
     def folder(self) -> Path:
         """The split's folder."""
         return self.cache / self.split
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the shards."""
+        return self.num_tokens * self.files.dtype.itemsize
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -293,7 +298,8 @@ class PretrainTokenStreamDataset(DecodedItems):
             shards = self._ends.searchsorted(windows, "right")
             places = windows + self._to_places[shards]
         files = self._split.files
-        files.will_read(shards, places, places + (self.T + 1))
+        if files.is_fetched:
+            files.will_read(shards, places, places + (self.T + 1))
         return split_rows(gathered(files, self.vocab_size, shards, places, self.T + 1), self.device)
 
 

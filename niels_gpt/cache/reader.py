@@ -126,6 +126,11 @@ class Reader:
         return self._sums.mount is not None
 
     @property
+    def local_bytes(self) -> int | None:
+        """Most bytes of a cache at a URL that are kept here; None of a cache here."""
+        return None if self._sums.mount is None else self._sums.mount.max_bytes
+
+    @property
     def folder(self) -> Path:
         """The version's folder; of a pretrain cache the split's folder in it."""
         return self.cache

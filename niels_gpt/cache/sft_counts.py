@@ -174,6 +174,7 @@ def _refuse_over_length(split: SFTSplit, T: int) -> None:
 def _blocks(split: SFTSplit) -> Iterator[tuple[int, int]]:
     """Yield the first example of a block, and the one after its last: at most _BLOCK_TOKENS, or one example."""
     starts, first = split.first_tokens, 0
+    split.will_read_all()
     while first < len(split):
         stop = max(first + 1, int(starts.searchsorted(starts[first] + _BLOCK_TOKENS, side="right")) - 1)
         yield first, stop

@@ -64,8 +64,8 @@ class SFTExampleDataset(DecodedItems):
         require_targets: leave out examples without a target in their first T + 1 tokens.
         opening: see `niels_gpt.cache.reader.OpeningTokens`.
 
-        All tokens (or loss bits) are read once, here, for `counts`. Warns of rows without a target and of lost
-        supervised tokens.
+        All tokens (or loss bits) are read once, here, for `counts`; of a cache at a URL they are all fetched. Warns of
+        rows without a target and of lost supervised tokens.
         Tokens and offsets of two splits, caches or versions are refused: by meta.json, and, if the ids of the roles'
         sentinels are known, by an example that does not begin with one; with loss bits, by one that begins with a
         target.

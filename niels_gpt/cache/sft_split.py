@@ -163,6 +163,11 @@ class SFTSplit(Reader):
         """Number of examples."""
         return len(self._starts)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the token file."""
+        return self.num_tokens * self._dtype.itemsize
+
     @functools.cached_property
     def starts(self) -> Numbers:
         """The first token of each example, and the end of the last one: int64 [N + 1]. In memory from its first use."""
@@ -191,6 +196,15 @@ class SFTSplit(Reader):
             self._file.will_read(files, begins, ends)
             if self._bits is not None:
                 self._bits.will_read(begins, ends)
+
+    def will_read_all(self) -> None:
+        """Say that all tokens will be read next, in order, or where there are loss bits, all of these."""
+        if self.is_fetched:
+            begins, ends = np.zeros(1, dtype=np.int64), np.array([self.num_tokens])
+            if self._bits is not None:
+                self._bits.will_read(begins, ends)
+            else:
+                self._file.will_read(np.zeros(1, dtype=np.int64), begins, ends)
 
     def read(self, begins: Numbers, ends: Numbers, pads: Numbers | None = None, pad_id: int = 0) -> Ids:
         """Return the tokens of ranges, end to end: ids [sum]; one range from a map: a read-only view of the file.

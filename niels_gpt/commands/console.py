@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO, TypeVar
 
@@ -27,6 +28,7 @@ from niels_gpt.kinds.homes import loaded
 from niels_gpt.storage.codes import CodedWarning, code_of
 from niels_gpt.storage.errors import UsageError
 from niels_gpt.storage.meta_json import printable
+from niels_gpt.storage.mounted import is_url
 from niels_gpt.work import Progress, interruptible, say_interrupted
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -411,6 +413,25 @@ def parsed(parse: Callable[[str], int]) -> Callable[[str | int], int]:
 
     return convert
 
+
+class _PathOrUrl(click.ParamType[Path | str]):
+    """A path, as a Path; or a URL as text, because a Path would lose one of its slashes."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | str:
+        if isinstance(value, Path) or not is_url(value):
+            return Path(value)
+        from niels_gpt.buckets.bucket import scheme_of
+
+        try:
+            scheme_of(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
+
+
+PATH_OR_URL = _PathOrUrl()
 
 # --- printing ---------------------------------------------------------------------------------------------------------
 

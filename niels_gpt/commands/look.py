@@ -5,15 +5,17 @@ The functions import heavy modules themselves, so that --help answers at once.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from niels_gpt.commands.console import (
+    PATH_OR_URL,
     ExitCode,
     Result,
     argument,
@@ -28,15 +30,27 @@ from niels_gpt.commands.console import (
     say,
     token_position,
 )
+from niels_gpt.storage.errors import CacheError, UsageError
+
+if TYPE_CHECKING:
+    from niels_gpt.kinds.urls import Verified
 
 FOLDER = click.Path(path_type=Path)
 
 # --- look inside ------------------------------------------------------------------------------------------------------
 
-_CACHE = argument("cache", type=FOLDER, help="folder of a cache, such as cache/sft/oasst1")
+_CACHE = argument("cache", type=PATH_OR_URL, help="folder or URL of a cache, such as cache/sft/oasst1")
 _TOKENIZER = option("--tokenizer", metavar="MODEL", help="file or folder; default: the tokenizer beside the cache")
+_LOCAL = option("--local", type=FOLDER, metavar="DIR", help="for a URL: keep what is fetched in this folder")
 _SPLIT = click.Choice(["train", "val"])
 _SHOWN = 200  # tokens
+
+
+def _at_hand(cache: Path | str, local: Path | None) -> Path:
+    """Return the folder of a cache; of a URL one that stands for it until the command ends."""
+    from niels_gpt.kinds.urls import at_hand
+
+    return Path(cache) if isinstance(cache, Path) else click.get_current_context().with_resource(at_hand(cache, local))
 
 
 def _most_tokens(default: int) -> Callable[..., Any]:
@@ -44,9 +58,13 @@ def _most_tokens(default: int) -> Callable[..., Any]:
 
 
 @command("list", "List the caches in a folder; damaged ones are marked.", examples="niels-gpt list cache/sample")
-@argument("cache_dir", type=FOLDER, default="cache", help="folder of the caches, such as cache or cache/sample")
-def list_caches(cache_dir: Path) -> Result:
+@argument(
+    "cache_dir", type=PATH_OR_URL, default="cache", help="folder or URL of the caches, such as cache or cache/sample"
+)
+def list_caches(cache_dir: Path | str) -> Result:
     """List the caches."""
+    if not isinstance(cache_dir, Path):
+        return _list_at(cache_dir)
     from niels_gpt.commands.report import listed, outcomes_table
     from niels_gpt.recipes.records import recorded_outcomes
 
@@ -67,6 +85,31 @@ def list_caches(cache_dir: Path) -> Result:
     return Result(data, ExitCode.DAMAGED, shlex.join(["niels-gpt", "verify", str(cache_dir)]))
 
 
+def _list_at(url: str) -> Result:
+    """List the caches below a URL."""
+    from niels_gpt.commands.report import listed, outcomes_table
+    from niels_gpt.kinds.urls import caches_at
+    from niels_gpt.kinds.verify import in_short
+    from niels_gpt.recipes.records import Outcome
+
+    found = caches_at(url)
+    if "" in found:
+        remedy = f"Look at it: {shlex.join(['niels-gpt', 'stats', url])}"
+        raise UsageError(f"{url}: one cache, not a folder of caches. {remedy}")
+    of = [(key, each.meta) for key, each in found.items() if each.meta is not None]
+    outcomes = [Outcome(key, Path(key), meta, False, math.nan, None, "") for key, meta in of]
+    errors = {key: each.error for key, each in found.items() if each.error is not None}
+    damaged: dict[str, Exception] = {key: error for key, error in errors.items() if found[key].meta is None}
+    root = url.rstrip("/")
+    reasons = {key: in_short(error, f"{root}/{key}") for key, error in errors.items()}
+    rows = listed(root, outcomes, damaged, reasons)
+    refused = {row["key"]: row["refused"] for row in rows if row["refused"]}
+    say(outcomes_table(outcomes, damaged, refused, timed=False))
+    print_failures(damaged)
+    again = shlex.join(["niels-gpt", "verify", url]) if refused else ""
+    return Result({"folder": url, "caches": rows}, ExitCode.DAMAGED if refused else ExitCode.GOOD, again)
+
+
 @command(
     "stats",
     "Print a cache's sizes, lengths, dropped texts, source and licence.",
@@ -74,10 +117,12 @@ def list_caches(cache_dir: Path) -> Result:
 )
 @_CACHE
 @option("--plot", type=FOLDER, metavar="PNG", help="draw the lengths and the share with loss into this file")
-def stats(cache: Path, plot: Path | None) -> Result:
+@_LOCAL
+def stats(cache: Path | str, plot: Path | None, local: Path | None) -> Result:
     """Print the figures of a cache."""
     from niels_gpt.kinds import look
 
+    cache = _at_hand(cache, local)
     with progress_bar("stats", "parts") as progress:
         if plot is not None:
             look.write_plot(cache, plot)
@@ -98,11 +143,21 @@ def stats(cache: Path, plot: Path | None) -> Result:
 @option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", help="auto: on a terminal")
 @_most_tokens(_SHOWN)
 @_TOKENIZER
-def show(cache: Path, split: str, at: int, color: str, tokens: int | None, tokenizer: str | None) -> Result:
+@_LOCAL
+def show(
+    cache: Path | str,
+    split: str,
+    at: int,
+    color: str,
+    tokens: int | None,
+    tokenizer: str | None,
+    local: Path | None,
+) -> Result:
     """Print a piece of a cache."""
     from niels_gpt.kinds import look
     from niels_gpt.kinds.folders import open_cache
 
+    cache = _at_hand(cache, local)
     is_colored = color == "always" or (color == "auto" and is_color_wanted())
     opened = open_cache(cache)  # reports a wrong path before a missing tokenizer
     model = look.tokenizer_for(opened, tokenizer, is_needed=opened.kind.needs_tokenizer)
@@ -142,11 +197,15 @@ def diff(a: Path, b: Path, limit: int) -> Result:
 @argument("position", type=parsed(token_position), help="number of the token in the split, from 0, such as 1_000_000")
 @_most_tokens(_SHOWN)
 @_TOKENIZER
-def locate(cache: Path, split: str, position: int, tokens: int | None, tokenizer: str | None) -> Result:
+@_LOCAL
+def locate(
+    cache: Path | str, split: str, position: int, tokens: int | None, tokenizer: str | None, local: Path | None
+) -> Result:
     """Print a document."""
     from niels_gpt.kinds import look
     from niels_gpt.kinds.folders import open_cache
 
+    cache = _at_hand(cache, local)
     model = look.tokenizer_for(open_cache(cache), tokenizer)
     where: dict[str, Any] = {"split": split, "position": position}
     most = _SHOWN if tokens is None else tokens
@@ -162,19 +221,22 @@ def locate(cache: Path, split: str, position: int, tokens: int | None, tokenizer
     "Check caches for damage; names each damaged file and its bytes.",
     examples="niels-gpt verify cache --deep",
 )
-@argument("path", type=FOLDER, nargs=-1, required=True, help="a cache, or a folder of caches")
+@argument("path", type=PATH_OR_URL, nargs=-1, required=True, help="a cache, or a folder of caches; paths or URLs")
 @option("--deep", is_flag=True, help="read all bytes: checks checksums, ids, offsets and loss masks")
-def verify(path: tuple[Path, ...], deep: bool) -> Result:
+def verify(path: tuple[Path | str, ...], deep: bool) -> Result:
     """Check caches."""
     from niels_gpt.commands.report import damage_lines
     from niels_gpt.kinds.folders import caches_of
     from niels_gpt.kinds.verify import find_damage
     from niels_gpt.recipes.records import TOKENIZER_KEY
 
-    caches, errors = caches_of(path)
+    caches, errors = caches_of(each for each in path if isinstance(each, Path))
+    urls = _verified([each for each in path if isinstance(each, str)], errors, deep=deep)
     for error in errors.values():  # the other caches are checked
         print_error(error)
-    found = {name: [{"file": "", "offset": 0, "end": 0, "problem": str(error)}] for name, error in errors.items()}
+    found: dict[str, Any] = {
+        name: [{"file": "", "offset": 0, "end": 0, "problem": str(error)}] for name, error in errors.items()
+    }
     damaged: list[Path] = []
     for cache in caches:
         with progress_bar(escaped(cache), unit="B", items="files") as progress:
@@ -182,10 +244,32 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
         found[str(cache)] = [damage._asdict() for damage in damages]
         damaged += [cache] if damages else []
         say(damage_lines(cache, damages))
+    for url, verified in urls.items():
+        found[url] = {"damages": [damage._asdict() for damage in verified.damages], "compared": verified.compared}
     if damaged:
         first = next((cache for cache in damaged if cache.name == TOKENIZER_KEY), damaged[0])  # what builds need
         return Result(found, ExitCode.DAMAGED, _remedy(first, found[str(first)][0]))
+    if bad := next((url for url, verified in urls.items() if verified.damages), ""):
+        return Result(found, ExitCode.DAMAGED, shlex.join(["niels-gpt", "push", "CACHE", bad, "--check"]))
     return Result(found, ExitCode.FAILED if errors else ExitCode.GOOD)
+
+
+def _verified(urls: Iterable[str], errors: dict[str, Exception], *, deep: bool) -> dict[str, Verified]:
+    """Check and print the caches below some URLs. errors: gets the error of a URL without caches."""
+    from niels_gpt.commands.report import damage_lines
+    from niels_gpt.kinds.urls import caches_at, find_damage_at
+
+    found: dict[str, Verified] = {}
+    for url in urls:
+        try:
+            for key in caches_at(url):
+                cache = f"{url.rstrip('/')}/{key}".rstrip("/")
+                with progress_bar(escaped(cache), unit="B", items="files") as progress:
+                    found[cache] = find_damage_at(cache, deep=deep, progress=progress)
+                say(f"{damage_lines(cache, found[cache].damages)}\n  {found[cache]}")
+        except (CacheError, OSError) as error:
+            errors[url] = error
+    return found
 
 
 def _remedy(cache: Path, first: dict[str, Any]) -> str:

@@ -153,8 +153,13 @@ def _cells(outcome: Outcome) -> dict[str, str]:
     }
 
 
-def listed(root: Path, outcomes: Sequence[Outcome], damaged: Mapping[str, Exception]) -> list[dict[str, Any]]:
-    """Return a row for each cache below a folder, ready for JSON.
+def listed(
+    root: Path | str,
+    outcomes: Sequence[Outcome],
+    damaged: Mapping[str, Exception],
+    reasons: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Return a row for each cache below a folder, ready for JSON. reasons: why readers refuse one; None: let them open.
 
     key; state: built, up to date, partial, not built, or refused; refused: why readers refuse the cache, or null. With
     a readable meta.json also totals and disk_bytes, and seconds, tokens_per_second and peak_bytes (memory) of the
@@ -163,7 +168,7 @@ def listed(root: Path, outcomes: Sequence[Outcome], damaged: Mapping[str, Except
     rows: list[dict[str, Any]] = []
     for outcome in outcomes:
         found: dict[str, Any] = {}
-        reason = refusal(outcome.path)
+        reason = refusal(outcome.path) if reasons is None else reasons.get(outcome.key)
         try:
             _cells(outcome)
             seconds = None if math.isnan(outcome.seconds) else outcome.seconds
@@ -174,7 +179,7 @@ def listed(root: Path, outcomes: Sequence[Outcome], damaged: Mapping[str, Except
         state = _state(outcome) if reason is None else "refused"
         rows.append({"key": outcome.key, "state": state, "refused": reason, **found})
     for key, failure in damaged.items():
-        rows.append({"key": key, "state": "refused", "refused": in_short(failure, root / key)})
+        rows.append({"key": key, "state": "refused", "refused": in_short(failure, f"{root}/{key}")})
     return rows
 
 
@@ -264,7 +269,7 @@ def checked(outcome: Outcome, settings: Settings) -> list[tuple[str, str]]:
     return warnings
 
 
-def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:
+def damage_lines(cache: Path | str, damages: Sequence[Damage]) -> str:
     """Return a line for a cache, and one for each of its damages."""
     lines = [f"{printable(str(cache))}: {many(len(damages), 'damage') if damages else 'ok'}"]
     for found in damages:

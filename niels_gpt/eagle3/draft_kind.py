@@ -118,7 +118,7 @@ class DraftVocabKind(Kind):
         """Return the coverage, and the samples that were counted."""
         meta, totals, source = cache.meta, cache.meta["totals"], cache.meta["source"]
         return [
-            ("cache", f"{cache.path} (draft_vocab, built)"),
+            ("cache", f"{cache.shown} (draft_vocab, built)"),
             ("target", meta["target_model"]),
             ("tokens", f"{meta['draft_vocab_size']:,} of the target's {meta['target_vocab_size']:,}"),
             ("coverage", f"{meta['coverage']:.2%} of {totals['supervised_tokens']:,} supervised tokens"),
@@ -136,7 +136,7 @@ class DraftVocabKind(Kind):
         """Return target ids in the order of the draft's, with their text if there is a tokenizer."""
         found = self.show_data(cache, tokenizer, split=split, at=at, tokens=tokens)
         ids = [each["target_id"] for each in found["ids"]]
-        head = f"{cache.path}: draft ids {at:,} to {at + len(ids) - 1:,} of {found['draft_vocab_size']:,}"
+        head = f"{cache.shown}: draft ids {at:,} to {at + len(ids) - 1:,} of {found['draft_vocab_size']:,}"
         if tokenizer is not None:
             return "\n".join([head, *(f"{each['target_id']:>8,}  {each['token']!r}" for each in found["ids"])])
         lines = (ids[first : first + _SHOWN_IDS] for first in range(0, len(ids), _SHOWN_IDS))

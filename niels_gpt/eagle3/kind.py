@@ -141,6 +141,10 @@ class Eagle3Kind(Kind):
             shlex.join(["niels-gpt", "eagle3", "verify", str(folder)]),
         )
 
+    def is_opened_whole(self, name: str) -> bool:
+        """Return whether it is the manifest, or of the folder of receipts and plan."""
+        return not name.endswith(".safetensors")
+
     def lock_of(self, folder: Path) -> Path | None:
         """Return the lock of `niels-gpt eagle3 precompute`."""
         from niels_gpt.eagle3.format.layout import LOCK_NAME, SIDECAR
@@ -211,7 +215,7 @@ class Eagle3Kind(Kind):
 
         found = self.locate_data(cache, tokenizer, split=split, position=position, tokens=tokens)
         rows = [
-            ("token", f"{position:,} of {found['tokens']:,} of {cache.path}"),
+            ("token", f"{position:,} of {found['tokens']:,} of {cache.shown}"),
             ("sample", f"{found['sample']:,} of {found['samples']:,}"),
             ("source id", found["source_id"] or "not recorded"),
             ("offset in it", f"{found['offset_tokens']:,} tokens"),
@@ -232,7 +236,7 @@ class Eagle3Kind(Kind):
         total = sum(sizes)
         if not 0 <= position < total:
             raise PositionError(
-                f"position {position:,}: {cache.path} has {total:,} tokens, expected 0 to {total - 1:,}"
+                f"position {position:,}: {cache.shown} has {total:,} tokens, expected 0 to {total - 1:,}"
             )
         sample, before = 0, 0
         while before + sizes[sample] <= position:

@@ -21,7 +21,7 @@ from niels_gpt.eagle3.cache import CACHE_KEYS, CachedEagle3Dataset
 from niels_gpt.eagle3.native import BatchMemory, NativeEagle3Dataset, native_batch
 from niels_gpt.sampling.epochs import Epochs, Units
 from niels_gpt.sampling.stream import Numbers, Stream
-from niels_gpt.sampling.stretches import OPEN_SHARDS, Order
+from niels_gpt.sampling.stretches import Order
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import checked_int
 from niels_gpt.storage.versions import version_name
@@ -176,7 +176,7 @@ class Eagle3Stream(Stream[Eagle3Batch]):
         drop_last: bool = False,
         pad_to: int | None = None,
         order: Order = "all",
-        open_shards: int = OPEN_SHARDS,
+        open_shards: int | None = None,
     ) -> None:
         """Serve the samples of an open cache.
 

@@ -13,11 +13,12 @@ from niels_gpt.kinds.kind import Cache, Kind, kind_named, kinds
 from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import resolved
+from niels_gpt.storage.mounted import shown
 from niels_gpt.storage.remedies import BUILD_ALL, instead_of
 from niels_gpt.storage.versions import BUILDING, PARTITIONS, VERSIONS_DIR, versions_below
 
 _UNFINISHED = (BUILDING, f"{PARTITIONS}-")
-_MAX_DEPTH = 4  # sample/pretrain/NAME, and one more
+MAX_DEPTH = 4  # sample/pretrain/NAME, and one more
 _ONLY_IN_CACHES = (
     "{train,val}/shard_[0-9]*.bin",
     "{train,val}_tokens.bin",
@@ -71,7 +72,7 @@ def caches_below(path: Path) -> list[Path]:
         raise CacheError(
             path, "a build in progress or unfinished, not a cache", remedy=f"Its cache is {_public(path)}", code="E212"
         )
-    caches = [path] if _is_cache(path) else list(_below(path, _MAX_DEPTH))
+    caches = [path] if _is_cache(path) else list(_below(path, MAX_DEPTH))
     if not caches:
         what = "no cache there" if path.is_dir() else "no such folder"
         remedy = _instead(path, "Name a cache, or the folder that holds pretrain/ and sft/")
@@ -101,7 +102,7 @@ def refuse_unless_cache(path: Path) -> None:
         return
     whole = next((above for above in list(path.absolute().parents)[:2] if _has_meta(above)), None)
     if whole is not None and os.path.lexists(path):
-        raise CacheError(path, "a part of a cache", f"the whole cache, {whole}", code="E209")
+        raise CacheError(path, "a part of a cache", f"the whole cache, {shown(whole)}", code="E209")
     what = "no cache" if path.is_dir() else "not a folder" if path.exists() else "no such folder"
     raise NotFound(f"{path}: {what}. {_instead(path, 'Name the folder of one cache, such as cache/sft/oasst1')}")
 
@@ -120,7 +121,7 @@ def refuse_without_caches(folder: Path) -> None:
     """Raise FileNotFoundError for a folder without caches and unfinished builds."""
     if not folder.is_dir() or versions_below(folder):
         return
-    if _is_cache(folder) or not any(True for _ in _below(folder, _MAX_DEPTH)):
+    if _is_cache(folder) or not any(True for _ in _below(folder, MAX_DEPTH)):
         why = ", for it is one" if _is_cache(folder) else ""
         raise FileNotFoundError(f"{folder}: no caches below it{why}. Name the folder that holds pretrain/ and sft/")
 

@@ -41,6 +41,7 @@ from niels_gpt.storage.meta_json import (
     resolved,
     shortened,
 )
+from niels_gpt.storage.mounted import shown
 from niels_gpt.storage.remedies import PROGRAM
 from niels_gpt.work import Progress
 
@@ -237,6 +238,10 @@ class Kind:
     def remedy(self, path: Path) -> str:
         """Return a sentence: what to do about a damaged cache at a path."""
         return REBUILD
+
+    def is_opened_whole(self, name: str) -> bool:
+        """Return whether a look at a cache at a URL needs this file, because its code does not let it arrive first."""
+        return self.is_small
 
     def lock_of(self, folder: Path) -> Path | None:
         """Return the lock of a folder that is written in place, not as a version; None without one."""
@@ -542,6 +547,11 @@ class Cache:
         return file_records(self.meta, str(self.path / META_NAME))
 
     @property
+    def shown(self) -> str:
+        """Its path for messages: of a cache at a URL, the URL."""
+        return shown(self.path)
+
+    @property
     def is_stub(self) -> bool:
         """Whether nothing was built, because nobody asked for the source."""
         return self.meta.get("built") is False
@@ -560,7 +570,7 @@ class Cache:
     @property
     def verify_command(self) -> str:
         """Command that names every damage of this cache."""
-        return f"{PROGRAM} verify {self.path}"
+        return f"{PROGRAM} verify {self.shown}"
 
 
 def unknown_kind(meta: dict[str, Any]) -> tuple[str, str]:

@@ -1,11 +1,13 @@
 """Show the contents of a cache of any kind: `stats`, `show`, `locate` and `plot`, as text and ready for JSON.
 
-Each function opens the cache once and asks its kind (kinds/kind.py).
+Each function opens the cache once, at a path or a URL, and asks its kind (kinds/kind.py).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from niels_gpt.display.pictures import check_matplotlib, check_png
 from niels_gpt.kinds.folders import open_cache
 from niels_gpt.kinds.kind import Cache
 from niels_gpt.kinds.rows import Stats
-from niels_gpt.storage.errors import CacheError, TokenizerNotFound
+from niels_gpt.kinds.urls import at_hand, mounted_whole
+from niels_gpt.storage.errors import CacheError, CacheNotFound, TokenizerNotFound
 from niels_gpt.storage.fileio import write_bytes
 from niels_gpt.storage.meta_json import printable, resolved
+from niels_gpt.storage.mounted import MOUNTED, shown
 from niels_gpt.storage.versions import public_path
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import check_model
@@ -25,28 +29,45 @@ from niels_gpt.tokenizers.protocol import FullTokenizer
 from niels_gpt.work import Progress
 
 
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[Cache]:
+    """Yield the cache at a path or URL. What a malformed meta.json causes in the block becomes CacheError E202.
+
+    Raises: the errors of `open_cache` and `at_hand`.
+    """
+    with at_hand(path) as folder:
+        cache = open_cache(folder)
+        with cache.errors():
+            yield cache
+
+
 def stats(path: str | os.PathLike[str], progress: Progress | None = None) -> Stats:
     """Return contents, source and licence of a cache, as pairs of a name and a printable value.
 
-    path: the public folder, such as cache/sft/oasst1. Raises: FileNotFoundError; CacheError for a damaged cache.
+    path: the public folder, such as cache/sft/oasst1, or a URL. Raises: FileNotFoundError; CacheError for a damaged
+        cache.
     """
-    cache = open_cache(path)
-    with cache.errors():
+    with opened(path) as cache:
         return Stats((name, printable(str(value))) for name, value in cache.kind.stats(cache, progress))
 
 
-def stats_data(path: Path, progress: Progress | None = None) -> dict[str, Any]:
+def stats_data(path: str | os.PathLike[str], progress: Progress | None = None) -> dict[str, Any]:
     """Return contents, source and licence of a cache, ready for JSON; docs/building.md lists the fields.
 
     Raises: FileNotFoundError; CacheError for a damaged cache.
     """
-    cache = open_cache(path)
-    with cache.errors():
-        return {"cache": str(path), **cache.kind.stats_data(cache, progress)}
+    with opened(path) as cache:
+        return {"cache": cache.shown, **cache.kind.stats_data(cache, progress)}
 
 
 def show(
-    path: Path, tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int, color: bool = False
+    path: str | os.PathLike[str],
+    tokenizer: FullTokenizer | None,
+    *,
+    split: str,
+    position: int,
+    num_tokens: int,
+    color: bool = False,
 ) -> str:
     """Return a heading and a piece of a cache: tokens from a position on, or one example, group or sample by number.
 
@@ -56,13 +77,12 @@ def show(
     Raises: FileNotFoundError; CacheError for a damaged cache; ValueError for a split or position that does not exist.
     """
     _check_arguments(split, num_tokens)
-    cache = open_cache(path)
-    with cache.errors():
+    with opened(path) as cache:
         return cache.kind.show(cache, tokenizer, split=split, at=position, tokens=num_tokens, color=color)
 
 
 def show_data(
-    path: Path, tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int | None
+    path: str | os.PathLike[str], tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int | None
 ) -> dict[str, Any]:
     """Return the content of `show`, ready for JSON: figures, the whole text, and for an example its parts by loss.
 
@@ -70,13 +90,14 @@ def show_data(
     Raises: FileNotFoundError; CacheError for a damaged cache; ValueError for a split or position that does not exist.
     """
     _check_arguments(split, num_tokens)
-    cache = open_cache(path)
-    with cache.errors():
+    with opened(path) as cache:
         found = cache.kind.show_data(cache, tokenizer, split=split, at=position, tokens=num_tokens)
-    return {"cache": str(path), **found}
+        return {"cache": cache.shown, **found}
 
 
-def locate(path: Path, tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int) -> str:
+def locate(
+    path: str | os.PathLike[str], tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int
+) -> str:
     """Return the text around token `position` of a split, and its origin, as lines.
 
     tokenizer: of the cache; None: print ids instead of text.
@@ -84,13 +105,17 @@ def locate(path: Path, tokenizer: FullTokenizer | None, *, split: str, position:
     Raises: FileNotFoundError; CacheError for a damaged cache; ValueError for a split or position that does not exist.
     """
     _check_arguments(split, num_tokens)
-    cache = open_cache(path)
-    with cache.errors():
+    with opened(path) as cache:
         return cache.kind.locate(cache, tokenizer, split=split, position=position, tokens=num_tokens)
 
 
 def locate_data(
-    path: Path, tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int | None = None
+    path: str | os.PathLike[str],
+    tokenizer: FullTokenizer | None,
+    *,
+    split: str,
+    position: int,
+    num_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Return the content of `locate`, ready for JSON; docs/building.md lists the fields.
 
@@ -98,10 +123,9 @@ def locate_data(
     Raises: FileNotFoundError; CacheError for a damaged cache; ValueError for a split or position that does not exist.
     """
     _check_arguments(split, num_tokens)
-    cache = open_cache(path)
-    with cache.errors():
+    with opened(path) as cache:
         found = cache.kind.locate_data(cache, tokenizer, split=split, position=position, tokens=num_tokens)
-    return {"cache": str(path), **found}
+        return {"cache": cache.shown, **found}
 
 
 def _check_arguments(split: str, num_tokens: int | None) -> None:
@@ -111,7 +135,7 @@ def _check_arguments(split: str, num_tokens: int | None) -> None:
         raise ValueError(f"num_tokens={num_tokens}: expected at least 1")
 
 
-def plot(path: Path) -> bytes:
+def plot(path: str | os.PathLike[str]) -> bytes:
     """Return a PNG of 720 x 280 pixels, about 10 kB: lengths of the items of a cache, and the share with loss.
 
     Equal caches of one name give equal bytes with one version of matplotlib.
@@ -119,12 +143,12 @@ def plot(path: Path) -> bytes:
         installs.
     """
     check_matplotlib()
-    cache = open_cache(path)
-    with cache.errors():
-        return cache.kind.plot(cache, (public_path(path.absolute()) or path.absolute()).name)
+    with opened(path) as cache:
+        public = public_path(cache.path.absolute()) or cache.path.absolute()
+        return cache.kind.plot(cache, Path(shown(public)).name)
 
 
-def write_plot(path: Path, target: Path) -> None:
+def write_plot(path: str | os.PathLike[str], target: Path) -> None:
     """Write the PNG of `plot` to a file.
 
     Raises: ValueError unless the name ends in .png; FileNotFoundError, also if its folder does not exist; CacheError
@@ -144,12 +168,41 @@ def tokenizer_of(cache: Path, model: str | None = None) -> FullTokenizer:
     """
     if model:
         return load_tokenizer(model)
-    beside = tokenizer_above(resolved(cache)) or cache.absolute().parent.parent / "tokenizer"
+    mount = MOUNTED.get(str(cache))
+    if mount is not None:
+        beside = _tokenizer_at(mount)
+    else:
+        beside = tokenizer_above(resolved(cache)) or cache.absolute().parent.parent / "tokenizer"
     if about := find_meta(beside):  # refuses a link out of the folder of caches
         check_model(beside, about)
     elif not os.path.lexists(beside):
         raise TokenizerNotFound(f"{beside}: there is no tokenizer. Name the tokenizer of the ids: --tokenizer MODEL")
     return load_tokenizer(beside, follow_links=False)
+
+
+def _tokenizer_at(mount: Any) -> Path:
+    """Return the folder that stands for the tokenizer in a bucket, beside a cache or one folder above it.
+
+    Raises: TokenizerNotFound if there is none; CacheError for a damaged one.
+    """
+    above, places, why = mount.url, list[str](), ""
+    for _ in range(2):
+        above = above.rpartition("/")[0]
+        if above.endswith((":", "/")):
+            break
+        places.append(f"{above}/tokenizer")
+        try:
+            return mounted_whole(places[-1], local=mount.store.path, max_bytes=mount.store.max_bytes)
+        except CacheNotFound:
+            continue
+        except CacheError as error:
+            if error.code != "E612":  # whoever may read the cache need not be allowed to look there
+                raise
+            why = f" ({error.problem})"
+        except ValueError:  # above the bucket
+            places.pop()
+    found = f"there is no tokenizer at {' or '.join(map(printable, places)) or 'a place beside it'}"
+    raise TokenizerNotFound(f"{printable(mount.url)}: {found}{why}. Name the tokenizer of the ids: --tokenizer MODEL")
 
 
 def tokenizer_for(cache: Cache, model: str | None = None, *, is_needed: bool = False) -> FullTokenizer | None:

@@ -51,7 +51,7 @@ def verify(
 
 def _verdict(cache: Cache, rule: Rule, limits: Limits) -> Verdict:
     figures, files = Figures(), file_checks(cache)
-    problems = first_problems(_sentences(cache, files.folder, _guarded(rule(files, limits, figures))))
+    problems = first_problems(_sentences(cache, files.folder, guarded(rule(files, limits, figures))))
     return Verdict.of(problems, figures)
 
 
@@ -60,7 +60,7 @@ def file_checks(cache: Cache, progress: Progress | None = None) -> FileChecks:
     return FileChecks(cache.folder, cache.meta, cache.kind.content_sha256, progress)
 
 
-def _guarded(findings: Iterator[Finding]) -> Iterator[Finding]:
+def guarded(findings: Iterator[Finding]) -> Iterator[Finding]:
     """Yield findings. An error raised by a rule is one more finding."""
     try:
         yield from findings
@@ -105,11 +105,11 @@ def find_damage(path: Path, *, deep: bool, progress: Progress | None = None) -> 
     files = file_checks(cache, progress)
     limits = Limits(deep=deep)
 
-    findings = _guarded(_all_damages(cache, files, limits))
+    findings = guarded(_all_damages(cache, files, limits))
     damages = [_as_damage(finding, folder) for finding in findings]
     damages = _of_another_cache(files, damages) or [*damages, *_refused(cache, damages)]
     if not damages:
-        damages = [_as_damage(finding, folder) for finding in _guarded(cache.kind.last_look(files, limits))]
+        damages = [_as_damage(finding, folder) for finding in guarded(cache.kind.last_look(files, limits))]
     return [_with_end(folder, damage) for damage in dict.fromkeys(damages)]
 
 
@@ -127,8 +127,8 @@ def examined(folder: Path, deep: bool, progress: Progress | None = None) -> tupl
             raise damage.__cause__ from None
         return None, f"{META_NAME}: {damage.damage.problem}"
     files = file_checks(cache, progress)
-    sizes = chain(_sum_damages(cache, files), files.size_damages())
-    findings = _guarded(chain(sizes, files.sha256_damages() if deep else ()))
+    sizes = chain(sum_damages(cache, files), files.size_damages())
+    findings = guarded(chain(sizes, files.sha256_damages() if deep else ()))
     first = next((_as_damage(finding, folder) for finding in findings), None)
     return cache.meta, "" if first is None else f"{first.file}: {first.problem}"
 
@@ -175,7 +175,7 @@ def _of_file(error: CacheError | OSError, path: Path) -> Damage:
 
 
 def _all_damages(cache: Cache, files: FileChecks, limits: Limits) -> Iterator[Finding]:
-    yield from _sum_damages(cache, files)
+    yield from sum_damages(cache, files)
     yield from files.unnamed_damages()
     yield from files.size_damages()
     yield from cache.kind.headers(files)
@@ -187,7 +187,7 @@ def _all_damages(cache: Cache, files: FileChecks, limits: Limits) -> Iterator[Fi
         yield from files.linked_damages()
 
 
-def _sum_damages(cache: Cache, files: FileChecks) -> Iterator[Damage]:
+def sum_damages(cache: Cache, files: FileChecks) -> Iterator[Damage]:
     """Yield contradictions within meta.json, each with its line."""
     content = files.content_problem()
     problems = [*([("content_sha256", content)] if content else []), *cache.kind.wrong_sums(cache)]
@@ -279,7 +279,7 @@ def refusal(path: Path) -> str | None:
     return None if reason is None else in_short(reason, folder)
 
 
-def in_short(error: Exception, folder: Path) -> str:
+def in_short(error: Exception, folder: Path | str) -> str:
     """Return an error of a cache for a table: without its remedy, with file names relative to the folder."""
     text = str(error).split(". ")[0]  # of another error: its first sentence
     if isinstance(error, CacheError):

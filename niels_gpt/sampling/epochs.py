@@ -76,7 +76,11 @@ class Units(ABC):
 
         Raises: UsageError for units that have no place of their own in the split.
         """
-        raise UsageError(f"order='shards': {self.name} is served in the order of its whole split only")
+        raise UsageError(f"order='shards': {self.name} is served in order='all' only")
+
+    def num_bytes(self) -> int | None:
+        """Return the bytes of the files that the units are read from; None: not known."""
+        return None
 
     @abstractmethod
     def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> Located:
@@ -93,20 +97,43 @@ class Epochs(Samples):
         seed: int,
         epochs: int | None,
         order: Order = "all",
-        open_shards: int = OPEN_SHARDS,
+        open_shards: int | None = None,
     ) -> None:
         """epochs: how many until the samples end; None: never. order, open_shards: see stretches.py.
 
-        Raises: ValueError for too many epochs, for another order, and for units that it cannot have.
+        Raises: ValueError for too many epochs, for another order, for units that it cannot have, and for open_shards
+            without it.
         """
         if order not in get_args(Order):
             raise UsageError(f"order={order!r}: expected one of {', '.join(get_args(Order))}")
-        self._stretches = None if order == "all" else Stretches(units.stretches(), open_shards, seed, units.purpose)
+        if order == "all" and open_shards is not None:
+            raise UsageError(f"open_shards={open_shards!r}: expected order='shards' with it")
+        most = OPEN_SHARDS if open_shards is None else open_shards
+        self._stretches = None if order == "all" else Stretches(units.stretches(), most, seed, units.purpose)
         self.units, self.seed, self.epochs = units, seed, epochs
+        self._warn_of_folder()
         self.samples_per_epoch = len(units)
         keys = random_keys(seed, ROUNDS + 1, purpose=units.purpose)
         self._keys, self._unit_key = keys[:ROUNDS], keys[ROUNDS:]
         self.begin(Origin(0, (0,)))
+
+    def _warn_of_folder(self) -> None:
+        """Warn (W612) if the local folder of a cache at a URL is so small that pieces are fetched again and again."""
+        room, size = getattr(self.units.split, "local_bytes", None), self.units.num_bytes()
+        if room is None or size is None:
+            return
+        found = f"{self.units.name}: max_bytes is {room / 2**20:,.0f} MiB, and "
+        if self._stretches is None and size > room:
+            found += (
+                f"the {size / 2**20:,.0f} MiB of the split are read in a random order, most rows as a MiB of their own"
+            )
+            remedy = "Raise max_bytes, or where the stream has it pass order='shards'"
+        elif self._stretches is not None and 2 * (group := size * self._stretches.largest_share()) > room:
+            found += f"{self._stretches.open_shards} open shards have {group / 2**20:,.0f} MiB, more than half of it"
+            remedy = "Raise max_bytes to two such groups, or open fewer shards: open_shards"
+        else:
+            return
+        warnings.warn(CodedWarning("W612", f"{found}, so pieces are fetched again and again. {remedy}"), stacklevel=4)
 
     def begin(self, origin: Origin) -> None:
         (position,), (limit,) = origin.positions, self.limits()
@@ -180,6 +207,9 @@ class Windows(Units):
     def name(self) -> str:
         return f"{version_name(self.folder.parent)}, {printable(self.folder.name)}"
 
+    def num_bytes(self) -> int:
+        return int(self.split.num_bytes)
+
     def settings(self) -> dict[str, Any]:
         return {"T": self.T, "random_offset": self.random_offset}
 
@@ -209,7 +239,12 @@ class Windows(Units):
         if not self.documents:
             return LocatedWindows(self.files, self.vocab_size, self.T, shards, places)
         self.files.will_read(shards, places, places + (self.T + 1))
-        return Ahead(len(units), self.T, lambda some: self._with_documents(shards[some], places[some]))
+        return Ahead(
+            len(units),
+            self.T,
+            lambda some: self._with_documents(shards[some], places[some]),
+            slowly=self.split.is_fetched,
+        )
 
     def _with_documents(self, shards: Numbers, places: Numbers) -> ReadRows:
         """Read windows whose segments are their documents. shards, places: see `TokenFiles.gather`."""
@@ -273,7 +308,7 @@ class EpochStream(Stream[Batch]):
         random_offset: bool = False,
         documents: bool = False,
         order: Order = "all",
-        open_shards: int = OPEN_SHARDS,
+        open_shards: int | None = None,
         **opening: Unpack[OpeningTokens],
     ) -> None:
         """Open a split. shards_dir, split, opening: see `PretrainSplit`.
@@ -287,8 +322,8 @@ class EpochStream(Stream[Batch]):
         documents: batches have the same rows in the same order, and say which tokens belong to one document, by the
                 index of the cache: `cu_seqlens`, `position_ids`, `documents` (`piece_ids` is the same). y is -100 where
                 the next token belongs to another document. Not part of the state: a run may resume with or without it.
-        order: "shards": shards in a random order, and windows of open_shards of them at a time, shuffled; for a split
-            in a bucket that does not fit its local folder. A longer shard counts as several, of 4,194,304 tokens.
+        order: "shards": shards in a random order, and windows of open_shards (16) of them at a time, shuffled; for a
+            split in a bucket that does not fit its local folder. A longer shard counts as several, of 8,388,608 tokens.
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for the numbers.
         """
         counts: dict[str, Any] = {"global_batch_size": global_batch_size, "rank": rank, "world_size": world_size}

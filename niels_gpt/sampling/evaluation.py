@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from typing import Unpack
+from pathlib import Path
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -15,9 +16,10 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import IGNORE_INDEX
 from niels_gpt.cache.meta import reader_meta, text_bytes
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, as_int64, gathered, resolved_split, split_rows
-from niels_gpt.cache.reader import OpeningTokens, local_path, named_split
+from niels_gpt.cache.reader import OpeningTokens, named_split
 from niels_gpt.storage.errors import CacheError, CacheNotFound
 from niels_gpt.storage.meta_json import checked_int
+from niels_gpt.storage.mounted import is_url
 from niels_gpt.storage.remedies import build_again
 
 _LEAST_BITS = 0.001  # per byte; a mean of 10 nats stays undetected for texts under 14,427 bytes
@@ -113,7 +115,7 @@ def bits_per_byte(
     loss_sum: cross entropy in nats, summed over all targets of `iter_eval`, of all ranks. It is divided by ln 2 and by
         the UTF-8 length of the split's texts, from meta.json. (The first token is not a target, but its bytes count;
         end-of-texts are targets without bytes.)
-    shards_dir, split: see `iter_eval`.
+    shards_dir, split: see `iter_eval`. Of a cache at a URL only its meta.json is read: it needs no `local`.
     check: refuse a result below 0.001 bits per byte, which no model of text reaches: a mean was passed, not the sum.
     Raises: ValueError for a sum that is negative or not finite, and by `check`; FileNotFoundError; CacheError for an
         sft cache and where meta.json has no byte count.
@@ -121,12 +123,7 @@ def bits_per_byte(
     nats = float(loss_sum.detach() if isinstance(loss_sum, torch.Tensor) else loss_sum)
     if not 0 <= nats < math.inf:
         raise ValueError(f"loss_sum={nats}: expected a sum of cross entropies, 0 or more")
-    cache, name = named_split(local_path(shards_dir, {}), split)
-    folder = resolved_split(cache if name is None else cache / name)
-    if not folder.parent.is_dir():
-        raise CacheNotFound(f"{shards_dir}: no such folder. {build_again(shards_dir)}")
-    # text_bytes checks the kind: its message says what an sft cache lacks.
-    num_bytes = text_bytes(folder.parent, reader_meta(folder.parent), folder.name)
+    num_bytes = text_bytes(*_meta_of(os.fspath(shards_dir), split))  # it checks the kind, and says what chats lack
     bits = nats / math.log(2) / num_bytes
     if check and bits < _LEAST_BITS:
         raise ValueError(
@@ -134,3 +131,16 @@ def bits_per_byte(
             "the sum over all targets of iter_eval (reduction='sum'), not a mean; check=False accepts any"
         )
     return bits
+
+
+def _meta_of(path: str, split: str | None) -> tuple[Path | str, dict[str, Any] | None, str]:
+    """Return the folder or URL of a cache, its meta.json, and the name of a split, as `iter_eval` finds them."""
+    if is_url(path):
+        from niels_gpt.cache.mounts import meta_at
+
+        return meta_at(path, split)
+    cache, name = named_split(path, split)
+    folder = resolved_split(cache if name is None else cache / name)
+    if not folder.parent.is_dir():
+        raise CacheNotFound(f"{path}: no such folder. {build_again(path)}")
+    return folder.parent, reader_meta(folder.parent), folder.name

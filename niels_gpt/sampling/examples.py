@@ -15,7 +15,7 @@ from niels_gpt.sampling.batch import Batch
 from niels_gpt.sampling.epochs import Epochs, Units
 from niels_gpt.sampling.rows import Ahead, PlacedPieces, ReadRows, read_pieces
 from niels_gpt.sampling.stream import Numbers, Stream
-from niels_gpt.sampling.stretches import OPEN_SHARDS, STRETCH_TOKENS, Order
+from niels_gpt.sampling.stretches import STRETCH_TOKENS, Order
 from niels_gpt.storage.meta_json import checked_int, printable
 from niels_gpt.storage.versions import version_name
 
@@ -46,6 +46,9 @@ class Examples(Units):
     def settings(self) -> dict[str, Any]:
         return {"T": self.T, "over_length": self.over_length, "require_targets": self.require_targets}
 
+    def num_bytes(self) -> int:
+        return self.split.num_bytes
+
     def stretches(self) -> Numbers:
         begins = self.rows.places(self.split, np.arange(len(self)))[0]
         changes = np.flatnonzero(np.diff(begins // STRETCH_TOKENS)) + 1
@@ -55,7 +58,10 @@ class Examples(Units):
         begins, ends, pieces, examples = self.rows.places(self.split, units)
         self.split.will_read(begins, ends)
         return Ahead(
-            len(units), self.T, lambda some: self._read(begins[some], ends[some], pieces[some], examples[some])
+            len(units),
+            self.T,
+            lambda some: self._read(begins[some], ends[some], pieces[some], examples[some]),
+            slowly=self.split.is_fetched,
         )
 
     def _read(self, begins: Numbers, ends: Numbers, pieces: Numbers, examples: Numbers) -> ReadRows:
@@ -93,7 +99,7 @@ class SFTStream(Stream[Batch]):
         over_length: OverLength = "truncate",
         require_targets: bool = False,
         order: Order = "all",
-        open_shards: int = OPEN_SHARDS,
+        open_shards: int | None = None,
         **opening: Unpack[OpeningTokens],
     ) -> None:
         """Open a split. cache_dir, split, opening: see `SFTSplit`.
@@ -104,7 +110,8 @@ class SFTStream(Stream[Batch]):
             exactly one of ceil((L - 1) / T) rows.
         require_targets: leave out rows without a target.
 
-        All tokens are read once, here, for `counts`. Warns of rows without a target and of lost supervised tokens.
+        All tokens (or loss bits) are read once, here, for `counts`; of a cache at a URL they are all fetched. Warns of
+        rows without a target and of lost supervised tokens.
         Raises: FileNotFoundError; CacheError (each names the file; also if no row is left); ValueError for the numbers.
         """
         counts: dict[str, Any] = {"global_batch_size": global_batch_size, "rank": rank, "world_size": world_size}

@@ -30,9 +30,14 @@ _BATCHES_AHEAD = 64  # so that the first batch of a stream of short rows does no
 class Ahead:
     """Located rows that are read for several batches at once, where the calls of each batch would cost more."""
 
-    def __init__(self, total: int, T: int, make: Callable[[slice], ReadRows]) -> None:
-        """total: rows that are located. make: reads some of them."""
+    def __init__(self, total: int, T: int, make: Callable[[slice], ReadRows], *, slowly: bool = False) -> None:
+        """total: rows that are located. make: reads some of them.
+
+        slowly: read one batch at first, then two, four and so on: where rows are fetched, the first batch waits for
+            no others.
+        """
         self._total, self._T, self._make = total, T, make
+        self._batches = 1 if slowly else _BATCHES_AHEAD
         self._kept: tuple[int, int, ReadRows] | None = None
 
     def read(self, first: int, count: int, device: str) -> Rows:
@@ -47,7 +52,8 @@ class Ahead:
 
     def _made(self, first: int, count: int) -> tuple[int, int, ReadRows]:
         """Read the rows of up to _BATCHES_AHEAD batches, or of as many as have _TOKENS_AHEAD tokens."""
-        batches = min(max(1, _TOKENS_AHEAD // (count * self._T)), _BATCHES_AHEAD)
+        batches = min(max(1, _TOKENS_AHEAD // (count * self._T)), self._batches)
+        self._batches = min(2 * self._batches, _BATCHES_AHEAD)
         last, stop = first + count, min(first + batches * count, self._total)
         try:
             return first, stop, self._make(slice(first, stop))

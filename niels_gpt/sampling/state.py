@@ -152,6 +152,9 @@ def check_identity(
     if state.get("kind") != (kind := mine.get("kind")):
         found = f"kind is {shortened(state.get('kind'))}, expected {shortened(kind)} as in this stream"
         raise StateError(f"{where}: {found}. It belongs to another kind of stream: open that one")
+    given, own = state.get("order", "all"), mine.get("order", "all")
+    if given != own:
+        _refuse("order", given, own, where, allow_other_content, remedy)
     for key, value in mine.items():
         if key not in state:
             raise StateError(f"{where}: lacks {key}, expected what state_dict() returned")
@@ -216,7 +219,9 @@ class Change(NamedTuple):
 
 def is_unchanged(state: Any, identity: Mapping[str, Any]) -> bool:
     """Return whether a state belongs to a stream with the same arguments and sources. identity: without its origin."""
-    return isinstance(state, Mapping) and all(key in state and same(state[key], identity[key]) for key in identity)
+    if not isinstance(state, Mapping) or state.get("order") != identity.get("order"):
+        return False
+    return all(key in state and same(state[key], identity[key]) for key in identity)
 
 
 def origin_of(state: Any, sources: int) -> Origin:

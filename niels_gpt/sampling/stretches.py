@@ -1,14 +1,14 @@
 """The order "shards" of an epoch: stretches of a split in a random order, and random units of a few of them at a time.
 
 For caches in a bucket whose split does not fit the local folder: an epoch then fetches each byte about once. This is a
-format, as the order of permutation.py is; docs/formats.md describes both.
+format, as the order of permutation.py is; docs/reading.md describes both.
 
 A stretch is the units of one shard whose first token lies in the same STRETCH_TOKENS tokens of it, so a shard of at
-most that many tokens is one stretch. Of an EAGLE-3 cache each shard is one stretch. Let the stretches of a split, in
-order, be 0 to P - 1. In epoch e
+most that many tokens is one stretch; of an EAGLE-3 cache each shard is one. Of P stretches, in the order of the split,
+epoch e has G = ceil(P / open_shards) groups, whose numbers of stretches differ by at most one:
 
 1. stretch `permute(i, P)` with the keys of `purpose + STRETCHES` and tweak e is the i-th one,
-2. each `open_shards` of these, in this order, are a group; the last group may have fewer; group g of G,
+2. group g has the i-th ones from g * P div G to (g + 1) * P div G - 1,
 3. the units of a group are numbered stretch by stretch, and `permute(j, units of the group)` with the keys of the
    stream and tweak e * G + g is the j-th one that is served.
 """
@@ -25,20 +25,24 @@ from niels_gpt.storage.meta_json import checked_int
 
 Order = Literal["all", "shards"]
 """How an epoch is shuffled: over the whole split, or over a few shards at a time."""
-STRETCH_TOKENS = 1 << 22
+STRETCH_TOKENS = 1 << 23
+"""Tokens of a stretch. The row at its end needs a token of the next one, so a MiB is fetched twice: 16 MiB of 16 bits
+have 6 % more by that, and half as long ones would have 13 %."""
 STRETCHES = 1 << 16
 OPEN_SHARDS = 16
 
 Numbers = NDArray[np.int64]
 
 
-class _Epoch(NamedTuple):
-    """The stretches of an epoch in its order: int64 [P] each."""
+class _Drawn(NamedTuple):
+    """The stretches of some epochs in their orders, end to end: int64 [epochs * P] each."""
 
+    epochs: Numbers
+    """The numbers of the epochs."""
     firsts: Numbers
     """The first unit of each."""
     begins: Numbers
-    """The position of the epoch at which each would begin, if its group were not shuffled."""
+    """The place at which each would begin, if its group were not shuffled; places count from the first epoch's."""
     ends: Numbers
 
 
@@ -48,37 +52,38 @@ class Stretches:
     def __init__(self, counts: Numbers, open_shards: int, seed: int, purpose: int) -> None:
         """counts: units of each stretch, none of them 0: int64 [P]. purpose: of the units."""
         self.open_shards = checked_int("open_shards", open_shards, 1)
-        self._counts, self._firsts = counts, np.cumsum(counts) - counts
+        self._counts, self._firsts, self._total = counts, np.cumsum(counts) - counts, int(counts.sum())
         self._keys = random_keys(seed, ROUNDS, purpose=purpose + STRETCHES)
         self._num_groups = -(-len(counts) // self.open_shards)
-        self._lasts = np.minimum(np.arange(1, self._num_groups + 1) * self.open_shards, len(counts)) - 1
-        self._kept: dict[int, _Epoch] = {}  # the last two epochs
+        self._lasts = np.arange(1, self._num_groups + 1) * len(counts) // self._num_groups - 1
+        self._kept: _Drawn | None = None
+
+    def largest_share(self) -> float:
+        """Return the part of a split's units that the largest group of any epoch may have."""
+        most = -(-len(self._counts) // self._num_groups)
+        return int(np.sort(self._counts)[-most:].sum()) / self._total
 
     def units(self, epochs: Numbers, positions: Numbers, keys: NDArray[np.uint64]) -> Numbers:
         """Return the unit at each position of its epoch: int64 [n]. keys: of the stream."""
-        units = np.empty_like(positions)
-        for epoch in np.unique(epochs).tolist():
-            some = (epochs == epoch).nonzero()[0]
-            units[some] = self._of_epoch(epoch, positions[some], keys)
+        numbers, of = np.unique(epochs, return_inverse=True)
+        drawn = self._drawn(numbers)
+        group_ends = drawn.ends.reshape(len(numbers), len(self._counts))[:, self._lasts].reshape(-1)
+        places = of * self._total + positions
+        groups = group_ends.searchsorted(places, side="right")
+        begins = np.append(0, group_ends)[groups]
+        sizes, tweaks = group_ends[groups] - begins, epochs * self._num_groups + groups % self._num_groups
+        for size in np.unique(sizes).tolist():  # groups of one size together, however many epochs they are of
+            (some,) = (sizes == size).nonzero()
+            places[some] = begins[some] + permute(places[some] - begins[some], size, keys, tweaks[some])
+        stretches = drawn.ends.searchsorted(places, side="right")
+        units: Numbers = drawn.firsts[stretches] + places - drawn.begins[stretches]
         return units
 
-    def _of_epoch(self, epoch: int, positions: Numbers, keys: NDArray[np.uint64]) -> Numbers:
-        order = self._epoch(epoch)
-        group_ends, places = order.ends[self._lasts], np.empty_like(positions)
-        groups = group_ends.searchsorted(positions, side="right")
-        for group in np.unique(groups).tolist():
-            some = (groups == group).nonzero()[0]
-            begin, end = (int(group_ends[group - 1]) if group else 0), int(group_ends[group])
-            tweak = np.array([epoch * self._num_groups + group])
-            places[some] = begin + permute(positions[some] - begin, end - begin, keys, tweak)
-        stretches = order.ends.searchsorted(places, side="right")
-        return order.firsts[stretches] + places - order.begins[stretches]
-
-    def _epoch(self, epoch: int) -> _Epoch:
-        found = self._kept.get(epoch)
-        if found is None:
-            order = permute(np.arange(len(self._counts)), len(self._counts), self._keys, np.array([epoch]))
+    def _drawn(self, epochs: Numbers) -> _Drawn:
+        drawn = self._kept
+        if drawn is None or not np.array_equal(drawn.epochs, epochs):
+            count = len(self._counts)
+            order = permute(np.tile(np.arange(count), len(epochs)), count, self._keys, epochs.repeat(count))
             ends = self._counts[order].cumsum()
-            found = _Epoch(self._firsts[order], ends - self._counts[order], ends)
-            self._kept = dict([*self._kept.items(), (epoch, found)][-2:])
-        return found
+            self._kept = drawn = _Drawn(epochs, self._firsts[order], ends - self._counts[order], ends)
+        return drawn

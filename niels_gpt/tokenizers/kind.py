@@ -88,7 +88,7 @@ class TokenizerKind(Kind):
         asked, seen = meta.get("requested_vocab_size"), meta.get("bytes_seen")
         named = ", ".join(f"{name} {number}" for name, number in (meta.get("special_token_ids") or {}).items())
         rows = [
-            ("cache", f"{cache.path} (tokenizer, built)"),
+            ("cache", f"{cache.shown} (tokenizer, built)"),
             ("kind", meta.get("tokenizer_kind", "not stated")),
             ("ids", f"{meta['vocab_size']:,}" + (f" of {asked:,} asked for" if asked else "")),
             ("sentinels", named or "none"),
@@ -109,7 +109,7 @@ class TokenizerKind(Kind):
         """Return a line for each id from `at` on: its piece, and its text."""
         found = self.show_data(cache, tokenizer, split=split, at=at, tokens=tokens)
         lines = [f"{each['id']:>8,}  {each['token']!r:24} {each['text']!r}" for each in found["ids"]]
-        head = f"{cache.path}: ids {at:,} to {at + len(lines) - 1:,} of {found['vocab_size']:,}"
+        head = f"{cache.shown}: ids {at:,} to {at + len(lines) - 1:,} of {found['vocab_size']:,}"
         return "\n".join([head, *lines])
 
     def show_data(

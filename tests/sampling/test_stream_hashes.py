@@ -11,12 +11,11 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from support.streams import KINDS, build_caches, joined, opened, ranks_of
+from support.streams import KINDS, build_caches, hashed, joined, opened, ranks_of, spelled
 
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset
 
@@ -27,41 +26,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the mixture changes"),
 ]
 KEPT = Path(__file__).with_name("stream_hashes.json")
-BATCH = ["x", "y", "source", "cu_seqlens", "piece_ids", "documents", "position_ids", "max_seqlen"]
-BIN = ["groups", "samples", "fields", "sample_fields", "loss_tokens", "step_loss_tokens", "step_samples"]
-FOREST = ["input_ids", "position_ids", "subtree_end", "node_starts", "node_lengths", "node_parents", "sample_ends"]
-FOREST += ["sample_offsets", "loss_mask", "completion_starts"]
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return build_caches(tmp_path_factory.mktemp("streams"))
-
-
-def spelled(value):
-    """Yield bytes that are the same on every machine: integers of 64 bits, and floats exactly."""
-    if isinstance(value, torch.Tensor):
-        array = value.numpy()
-        yield f"{list(array.shape)}".encode()
-        yield array.astype("<f8" if array.dtype.kind == "f" else "<i8").tobytes()
-    elif isinstance(value, Mapping):
-        for key in sorted(value):
-            yield key.encode()
-            yield from spelled(value[key])
-    else:
-        yield f"{value};".encode()
-
-
-def hashed(batches):
-    digest = hashlib.sha256()
-    for batch in batches:
-        of_bin = hasattr(batch, "forest")
-        parts = [(batch, BIN), (batch.forest, FOREST)] if of_bin else [(batch, BATCH)]
-        for part, names in parts:
-            for name in names:
-                for some in spelled(getattr(part, name)):
-                    digest.update(some)
-    return digest.hexdigest()[:16]
 
 
 def hashed_states(states):

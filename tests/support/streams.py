@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.prefix_tree.rollouts.stream import RolloutBin, RolloutStream
@@ -112,6 +114,7 @@ _documents = partial(_over, EpochStream, "indexed/train", T=4, documents=True)
 _chats = partial(_over, SFTStream, "chats", T=6, over_length="split")
 _bits = partial(_over, SFTStream, "bits", T=6, over_length="split")
 _packed = partial(_over, PackedStream, "indexed", T=12)
+_shards = partial(_windows, order="shards", open_shards=3)
 _OF_WINDOWS = {"others": {"seed": 1, "T": 5, "random_offset": True}, "wrong": {"random_offset": 1, "documents": 1}}
 _OF_CHATS = {"others": {"seed": 1, "T": 7, "over_length": "drop", "require_targets": True}}
 _OF_CHATS |= {"wrong": {"over_length": "cut", "require_targets": 1, "split": "test"}}
@@ -131,6 +134,10 @@ KINDS = {
     "offset documents": Kind(
         partial(_documents, T=5, random_offset=True, io="pread"), [22], by_window=True, moves=True
     ),
+    "windows of shards": Kind(_shards, [29], others={"seed": 1, "T": 5, "open_shards": 2}, wrong={"open_shards": 0}),
+    "offset documents of shards": Kind(
+        partial(_documents, T=5, random_offset=True, order="shards", open_shards=1), [22], by_window=True, moves=True
+    ),
     "chats": Kind(partial(_chats, over_length="truncate"), [17], **_OF_CHATS),
     "chats in windows": Kind(_chats, [_cut([tokens - 1 for tokens in _TOKENS], 6)]),
     "short chats": Kind(
@@ -142,6 +149,10 @@ KINDS = {
     "packed chats": Kind(partial(_over, PackedStream, "chats", T=16, over_length="truncate"), [17], **_OF_PACKED),
     "packed chats with bits": Kind(partial(_over, PackedStream, "bits", T=9, io="pread"), [_cut(_TOKENS, 9)]),
     "mixture": Kind(partial(_mixture, (_windows, partial(_cached, T=4)), [1, 2]), [29, 27], **_OF_MIXTURES),
+    "mixture of shards": Kind(
+        partial(_mixture, (_shards, partial(_chats, T=4, order="shards"), _windows), [1, 1, 2]),
+        [29, _cut([tokens - 1 for tokens in _TOKENS], 4), 29],
+    ),
     "wide mixture": Kind(partial(_mixture, (_wide, _wide), [2, 1]), [20, 20]),
     "staged mixture": Kind(
         partial(_mixture, (_windows, partial(_wide, random_offset=True)), [(0, [3, 1]), (20, [1, 1])]),
@@ -221,3 +232,36 @@ def units_of(kind, rows):
         pieces = [piece for piece, _, _ in segments if piece >= 0]
         units[source] += [tuple(x)] if KINDS[kind].by_window or not pieces else pieces
     return units
+
+
+_BATCH = ["x", "y", "source", "cu_seqlens", "piece_ids", "documents", "position_ids", "max_seqlen"]
+_BIN = ["groups", "samples", "fields", "sample_fields", "loss_tokens", "step_loss_tokens", "step_samples"]
+_FOREST = ["input_ids", "position_ids", "subtree_end", "node_starts", "node_lengths", "node_parents", "sample_ends"]
+_FOREST += ["sample_offsets", "loss_mask", "completion_starts"]
+
+
+def spelled(value):
+    """Yield bytes that are the same on every machine: integers of 64 bits, and floats exactly."""
+    if isinstance(value, torch.Tensor):
+        array = value.numpy()
+        yield f"{list(array.shape)}".encode()
+        yield array.astype("<f8" if array.dtype.kind == "f" else "<i8").tobytes()
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            yield key.encode()
+            yield from spelled(value[key])
+    else:
+        yield f"{value};".encode()
+
+
+def hashed(batches):
+    """Return 16 digits of the sha256 of all that batches hold, but their states."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        of_bin = hasattr(batch, "forest")
+        parts = [(batch, _BIN), (batch.forest, _FOREST)] if of_bin else [(batch, _BATCH)]
+        for part, names in parts:
+            for name in names:
+                for some in spelled(getattr(part, name)):
+                    digest.update(some)
+    return digest.hexdigest()[:16]

@@ -84,7 +84,7 @@ def _refuse(cache: Cache, tokenizer: Decoder) -> None:
 
 
 def _headed(cache: Cache, split: str, head: str, text: str) -> str:
-    return f"{printable(cut(f'{cache.path}/{split}: {head}'))}\n{text}"
+    return f"{printable(cut(f'{cache.shown}/{split}: {head}'))}\n{text}"
 
 
 def check_piece(cache: Cache, tokenizer: Decoder | None, split: str, num_tokens: int) -> None:
@@ -179,7 +179,7 @@ def locate(cache: Cache, tokenizer: Decoder | None, *, split: str, position: int
     piece = "" if tokenizer is None else f" {found['token_text']!r}"
     part = f", tokens {first:,} to {last:,} of its {size:,}" if last - first < size else ""
     rows = [
-        ("token", f"{position:,} of {found['split_tokens']:,} of {cache.path}/{split}: id {found['token_id']}{piece}"),
+        ("token", f"{position:,} of {found['split_tokens']:,} of {cache.shown}/{split}: id {found['token_id']}{piece}"),
         (
             cache.kind.unit,
             f"{found['document']:,} of {found['documents']:,}, {size:,} tokens",
@@ -236,16 +236,17 @@ def _document_at(cache: Cache, split: str, position: int) -> tuple[dict[str, Any
     starts = bounds(folder, meta, split)
     total = int(starts[-1])
     if not total:
-        raise PositionError(f"position {position:,}: {cache.path}/{split} has no token")
+        raise PositionError(f"position {position:,}: {cache.shown}/{split} has no token")
     if not 0 <= position < total:
         raise PositionError(
-            f"position {position:,}: {cache.path}/{split} has {total:,} tokens, expected 0 to {total - 1:,}"
+            f"position {position:,}: {cache.shown}/{split} has {total:,} tokens, expected 0 to {total - 1:,}"
         )
     number = int(np.searchsorted(starts, position, side="right")) - 1
     start, end = starts[number : number + 2].tolist()
     about, sums = _file(folder, meta, split, position), BlockSums(folder, meta)
     others = [meta[group][split]["name"] for group in ("index", "ids") if split in meta.get(group, {})]
-    for path in (path_inside(folder, name) for name in (about["file"], *others)):
+    names = [about["file"], *others] if sums.mount is None else []  # at a URL each block is compared when it arrives
+    for path in (path_inside(folder, name) for name in names):
         with suppress(FileNotFoundError), open(open_regular(path), "rb") as file:  # what needs it says so
             sums.check_opened(path, file.fileno())  # a file of another version tells of another document
     found = {

@@ -34,7 +34,7 @@ from niels_gpt.cache.meta import (
     text_bytes,
     tokenizer_above,
 )
-from niels_gpt.cache.mmap import check_starts, mmap_tokens
+from niels_gpt.cache.mmap import FetchedItems, check_starts, mmap_tokens
 from niels_gpt.display.decoded import decoded_text
 from niels_gpt.display.numbers import count_text, many, number_of, share_text, size_text
 from niels_gpt.engine.losses import loss_table
@@ -87,8 +87,10 @@ def _open_examples(folder: Path, meta: Meta, split: str) -> None:
     """Open an sft split, and look at the first token of each example, like batches."""
     from niels_gpt.cache.sft_split import SFTSplit
 
-    opened = SFTSplit(folder, split)
-    tokens, starts, roles = tokens_of(folder, meta, split), opened.first_tokens, role_ids(folder, meta)
+    opened, tokens = SFTSplit(folder, split), tokens_of(folder, meta, split)
+    if isinstance(tokens, FetchedItems):  # at a URL batches look at their own examples
+        return
+    starts, roles = opened.first_tokens, role_ids(folder, meta)
     bits = open_bits(folder, meta, split, len(tokens)) if has_loss_bits(meta) else None
     paths: Any = {"tokens_path": opened.tokens_path, "idx_path": opened.idx_path}
     for first in range(0, len(starts), _CHUNK):
@@ -454,7 +456,7 @@ def _rows(cache: Cache, unit: str) -> Rows:
     folder, meta, source, unknown = cache.folder, cache.meta, cache.meta["source"], "not stated"
     reason = refusal(folder)
     rows = [
-        ("cache", f"{cache.path} ({meta['kind']}, {_BUILT[meta['built']]})"),
+        ("cache", f"{cache.shown} ({meta['kind']}, {_BUILT[meta['built']]})"),
         *([] if reason is None else [("refused", f"by the readers: {reason}")]),
         ("dataset", " ".join(str(meta[key]) for key in ("dataset_name", "dataset_config") if meta[key]) or unknown),
         ("source", source.get("kind") or unknown),

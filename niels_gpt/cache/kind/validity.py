@@ -32,6 +32,7 @@ from niels_gpt.kinds.kind import Cache
 from niels_gpt.storage.checks import Figures
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.mounted import MOUNTED
 from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
 from niels_gpt.tokenizers.protocol import Ids, token_dtype_name
 
@@ -167,7 +168,7 @@ def content_damages(files: FileChecks) -> Iterator[Damage]:
             yield from _scanned(files, record, IdScan(record["name"], meta), stream)
         if can_be_read and all(record["name"] in files.sound for record in (*shards, *bits)):
             yield from (damages := [] if stream is None else list(stream.damages()))
-            if not pretrain and not damages:
+            if not pretrain and not damages and str(files.folder) not in MOUNTED:  # at a URL it is read once
                 yield from supervised_damages(files, split, supervised_counts(files.folder, meta, split))
     # The checksums last: their entries are compared with the blocks of each file when that file is read.
     for record in (*meta.get("files", []), *([meta["checksums"]] if "checksums" in meta else [])):

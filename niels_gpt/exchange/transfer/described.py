@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from niels_gpt.buckets.bucket import NOTE_NAME
 from niels_gpt.cache.meta import checked_meta
 from niels_gpt.display.numbers import many, size_text
 from niels_gpt.kinds.kind import Kind, kind_named, unknown_kind
@@ -18,8 +19,6 @@ from niels_gpt.storage.meta_json import (
     wrong_value,
 )
 
-NOTE_NAME = "niels_gpt-push.json"
-"""The note of a push, in the bucket while the push runs: names the cache and its files."""
 _PUBLISHER = "Take another copy, or have it pushed again with --replace"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from niels_gpt.buckets.bucket import RANGE_BYTES, Bucket, Stopped, path_of, scheme_of
+from niels_gpt.buckets.bucket import NOTE_NAME, RANGE_BYTES, Bucket, Stopped, path_of, scheme_of
 from niels_gpt.cache.documents import id_lines
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import find_meta
@@ -31,7 +31,7 @@ from niels_gpt.engine.meta import Source
 from niels_gpt.exchange.assembling import About, assemble
 from niels_gpt.exchange.foreign import ForeignFile, read_pieces
 from niels_gpt.exchange.output import Modes, continues_at, ends_in
-from niels_gpt.exchange.transfer.described import NOTE_NAME, Described, described
+from niels_gpt.exchange.transfer.described import Described, described
 from niels_gpt.exchange.transfer.jobs import Tally, at_once
 from niels_gpt.kinds.kind import kinds
 from niels_gpt.kinds.verify import find_damage

@@ -18,14 +18,16 @@ from typing import Any, TypeVar
 
 from niels_gpt.buckets.bucket import (
     HUB_FOLDER,
+    NOTE_NAME,
     Bucket,
     Patience,
     end_of,
     in_thread,
+    is_hub_bucket,
     redacted,
     scheme_of,
 )
-from niels_gpt.exchange.transfer.described import NOTE_NAME, Described, Pushed, described
+from niels_gpt.exchange.transfer.described import Described, Pushed, described
 from niels_gpt.exchange.transfer.jobs import Tally, at_once
 from niels_gpt.kinds.folders import refuse_unless_cache
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -91,6 +93,8 @@ def push(
         its place, E611 for a damaged file, E612 if the bucket cannot be used; OSError.
     """
     refuse_unless_cache(cache)
+    if is_hub_bucket(url):
+        raise ValueError("hf://buckets/...: only read. Push to a dataset of the hub: hf://datasets/USER/NAME")
     folder = resolved(cache)
     hold = hold_version(folder)
     local = described(read_regular(folder / META_NAME), str(cache / META_NAME))

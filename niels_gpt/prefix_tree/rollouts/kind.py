@@ -252,7 +252,7 @@ class RolloutsKind(Kind):
         data, samples, found = _group(cache, split, at)
         names = _sentinels(data, tokenizer)
         head = (
-            f"{cache.path}/{split}: group {at:,} of {len(data):,}, id {found['source_id']}, "
+            f"{cache.shown}/{split}: group {at:,} of {len(data):,}, id {found['source_id']}, "
             f"{number_of(len(samples), 'sample')}, {number_of(found['tokens'], 'token')}, "
             f"{found['tokens_after_folding']:,} after folding"
         )
@@ -278,7 +278,7 @@ class RolloutsKind(Kind):
         names = _sentinels(data, tokenizer)
         place = found["sample_of_group"]
         rows = [
-            ("token", f"{position:,} of {found['split_tokens']:,} of {cache.path}/{split}: id {found['token_id']}"),
+            ("token", f"{position:,} of {found['split_tokens']:,} of {cache.shown}/{split}: id {found['token_id']}"),
             ("group", f"{found['group']:,} of {found['groups']:,}, {number_of(found['group_samples'], 'sample')}"),
             ("source id", found["source_id"]),
             ("sample", f"{place} of its group, {found['sample_of_split']:,} of the split"),
@@ -350,7 +350,7 @@ _UNITS = ("group", "sample", "token")
 def _rows(cache: Cache) -> Rows:
     meta = cache.meta
     source, totals = meta["source"], meta["totals"]
-    rows = [("cache", f"{cache.path} (rollouts, built)"), ("dataset", meta["dataset_name"])]
+    rows = [("cache", f"{cache.shown} (rollouts, built)"), ("dataset", meta["dataset_name"])]
     rows += [(name, source.get(name) or "not stated") for name in ("licence", "attribution")]
     rows += [(split, _split_line(cache, split)) for split in SPLITS]
     before, pairs = (sum(of.values()) for of in ({s: totals[f"{s}_tokens"] for s in SPLITS}, meta["pairs"]))
@@ -452,7 +452,7 @@ def _located(cache: Cache, split: str, position: int) -> tuple[RolloutDataset, S
     data = _opened(cache, split)
     ends = np.cumsum(data.samples[:, 0])
     if not 0 <= position < ends[-1]:
-        raise PositionError(f"position {position:,}: {cache.path}/{split} has {ends[-1]:,} tokens")
+        raise PositionError(f"position {position:,}: {cache.shown}/{split} has {ends[-1]:,} tokens")
     number = int(np.searchsorted(ends, position, side="right"))
     group, place = data.locate(number)
     sample = data.read(group, [place])[0]

@@ -48,6 +48,7 @@ _FLOAT = np.dtype("<f4")
 _BYTE = np.dtype("u1")
 _MAX_ID_BYTES = 1 << 24
 _FILL = "Build it with a share of the groups for val: val_frac, or --rollouts-val-frac for recorded rollouts"
+_FIRST_OF = {"token": "first_score", "sample": "first_sample"}
 _FIRST_ID, _NEWLINE = GROUP_COLUMNS.index("first_id"), ord("\n")
 
 
@@ -112,7 +113,7 @@ class RolloutDataset(Reader):
 
         def mapped(name: str, dtype: np.dtype[Any]) -> Any:
             place, size = opened(name)
-            if self._sums.mount is not None:
+            if self._sums.mount is not None and not name.startswith("index/"):
                 return FetchedItems(token_files([(place, size)], self._sums, dtype=dtype))
             items = mmap_tokens(place, expected_bytes=size, dtype=dtype, sums=self._sums)
             return CheckedItems(items, place, self._sums) if self._sums.every_block else items
@@ -224,6 +225,19 @@ class RolloutDataset(Reader):
         group = int(np.searchsorted(self.groups[:, 0], sample, side="right")) - 1
         return group, sample - int(self.groups[group, 0])
 
+    def will_read(self, groups: Ints) -> None:
+        """Say which groups will be read next, in this order: those of a cache at a URL are fetched ahead."""
+        if not self.is_fetched:
+            return
+        last = len(self) - 1
+        for items, name in [
+            (self._tokens, "first_token"),
+            (self._bits, "first_byte"),
+            *((values, _FIRST_OF[per(field)]) for field, values in self._values.items()),
+        ]:
+            firsts = self.groups[:, GROUP_COLUMNS.index(name)]
+            items.will_read(firsts[groups], np.where(groups < last, firsts[np.minimum(groups + 1, last)], len(items)))
+
     def read(self, group: int, samples: Sequence[int] | None = None) -> list[Sample]:
         """Return all samples of a group, or some of them, as arrays.
 
@@ -298,6 +312,7 @@ class RolloutDataset(Reader):
 
     def __iter__(self) -> Iterator[RolloutGroup]:
         """Yield every group in the order of the build."""
+        self.will_read(np.arange(len(self)))
         return (self.group(number) for number in range(len(self)))
 
 

@@ -8,6 +8,7 @@ of its own only. A position is the number of samples that all ranks have consume
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -33,6 +34,7 @@ STREAM_VERSION = 1
 """Raised when the same seed gives other bins, as after a change of `plan_bins`: a state would mean other samples."""
 
 _WINDOW_BINS = 32
+_ROWS_AHEAD = 64  # planned ahead of those that are read, of a cache at a URL
 _PURPOSE = 21  # of the keys: another order than that of an EpochStream with the same seed
 
 
@@ -285,6 +287,19 @@ class RolloutStream(Stream[RolloutBin]):
             yield [planned for planned, _ in step], step[-1][1]
 
     def _work(self, base: int, worker: int, workers: int) -> Iterator[tuple[_Row, int, int]]:
+        rows = self._own_rows(base, worker, workers)
+        if not self.dataset.is_fetched:
+            yield from rows
+            return
+        ahead = deque(islice(rows, _ROWS_AHEAD))
+        while ahead:
+            groups = [part.group for row, _, _ in ahead for part in row.planned.parts]
+            self.dataset.will_read(np.array(groups))
+            for _ in range(-(-len(ahead) // 2)):
+                yield ahead.popleft()
+            ahead.extend(islice(rows, _ROWS_AHEAD - len(ahead)))
+
+    def _own_rows(self, base: int, worker: int, workers: int) -> Iterator[tuple[_Row, int, int]]:
         steps = self._steps(base)
         while turn := list(islice(steps, workers)):
             if worker < len(turn):

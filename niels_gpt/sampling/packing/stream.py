@@ -19,9 +19,11 @@ from niels_gpt.sampling.batch import Batch
 from niels_gpt.sampling.epochs import Epochs, Units
 from niels_gpt.sampling.packing.pieces import PackedCounts, Pieces
 from niels_gpt.sampling.packing.plan import PLAN_VERSION, Plan, Turn
-from niels_gpt.sampling.rows import Ahead, PlacedPieces, read_pieces
+from niels_gpt.sampling.rows import Ahead, PlacedPieces, ReadRows, read_pieces
 from niels_gpt.sampling.stream import Numbers, Stream
+from niels_gpt.sampling.stretches import Order
 from niels_gpt.storage.codes import CodedWarning
+from niels_gpt.storage.errors import UsageError
 from niels_gpt.storage.meta_json import checked_int, printable
 from niels_gpt.storage.versions import version_name
 
@@ -71,6 +73,13 @@ class PackedRows(Units):
     def settings(self) -> dict[str, Any]:
         return {"T": self.T, "over_length": self.over_length}
 
+    def num_bytes(self) -> int:
+        return int(self.split.num_bytes)
+
+    def stretches(self) -> Numbers:
+        why = "a row has pieces of the whole split, so that no few shards have all of it"
+        raise UsageError(f"order='shards': packed rows of {self.name} have order='all' only: {why}")
+
     def _starts(self) -> NDArray[np.int64]:
         """Return the first token of each document in the split, and the end of the last one: int64 [documents + 1]."""
         starts: NDArray[np.int64] = self.split.documents if self.is_pretrain else self.split.starts
@@ -109,22 +118,27 @@ class PackedRows(Units):
         if self.split.is_fetched:
             placed = self._placed(units, epochs, key)
             self.split.will_read(placed.begins, placed.ends)
-        return Ahead(
-            len(units),
-            self.T,
-            lambda some: read_pieces(self.split, self._placed(units[some], epochs[some], key), self.T, self.pad_id),
-        )
+        is_fetched = self.split.is_fetched
+        return Ahead(len(units), self.T, lambda some: self._read(units[some], epochs[some], key), slowly=is_fetched)
+
+    def _read(self, rows: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> ReadRows:
+        """Read rows; arguments as of `_placed`. Tokens before a cut piece say whether it begins inside a reply."""
+        placed = self._placed(rows, epochs, key)
+        if self.num_long and not self.is_pretrain and not self.split.has_bits:
+            placed = placed._replace(opened=self.split.opened(placed.begins, self._starts().take(placed.numbers[1])))
+        return read_pieces(self.split, placed, self.T, self.pad_id)
 
     def _placed(self, rows: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> PlacedPieces:
-        """Return the pieces of rows of the plan, each in an epoch: int64 [n] both; key: uint64 [1], of the turns."""
+        """Return the pieces of rows of the plan, each in an epoch: int64 [n] both; key: uint64 [1], of the turns.
+
+        By the index alone: no token is read.
+        """
         counts, at = self._plan.located(rows)
         pieces = self._pieces_at(at, counts, epochs, key)
         documents, begins, document_ends = self._pieces.located(pieces)
         ends = begins + self._plan.lengths.take(at)
         is_cut = None if document_ends is None else ends < document_ends
-        has_none = self.is_pretrain or not self.num_long or self.split.has_bits
-        opened = None if has_none else self.split.opened(begins, self._starts().take(documents))
-        return PlacedPieces(counts, np.stack((pieces, documents)), begins, ends, is_cut, opened)
+        return PlacedPieces(counts, np.stack((pieces, documents)), begins, ends, is_cut)
 
     def _pieces_at(self, at: Numbers, counts: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> Numbers:
         """Return the pieces of rows. at: their places in the plan's slots; counts: of pieces of each row."""
@@ -181,6 +195,7 @@ class PackedStream(Stream[Batch]):
         epochs: int | None = None,
         drop_last: bool = False,
         over_length: OverLength = "split",
+        order: Order = "all",
         **opening: Unpack[OpeningTokens],
     ) -> None:
         """Open a split of a pretrain or sft cache, and plan its rows.
@@ -188,6 +203,7 @@ class PackedStream(Stream[Batch]):
         cache_dir, split: a cache and "train" or "val", or CACHE/SPLIT; neither: "train".
         over_length: what becomes of documents of more than T tokens: "split" cuts them, "truncate" keeps their first T
             tokens, "drop" leaves them out, both with a warning; "error" refuses them.
+        order: "shards" is refused, because a row has pieces of the whole split.
         Other arguments: see `EpochStream`.
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for arguments.
         """
@@ -201,7 +217,7 @@ class PackedStream(Stream[Batch]):
         self.counts, self.pad_id, self.samples_per_epoch = self._packed.counts, self._packed.pad_id, len(self._packed)
         self._texts = "documents" if self._packed.is_pretrain else "examples"
         self._warn_of_lost()
-        self._serve(Epochs(self._packed, seed=self.seed, epochs=self.epochs))
+        self._serve(Epochs(self._packed, seed=self.seed, epochs=self.epochs, order=order))
 
     def _warn_of_lost(self) -> None:
         """Warn of the tokens that are in no row."""
