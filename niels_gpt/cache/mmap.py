@@ -126,13 +126,14 @@ class TokenFiles:
     def _set_files(self, paths: list[Path], on_disk: list[_OnDisk], io: IO) -> None:
         self.paths, self._on_disk, self.io = paths, on_disk, io
         mounts = [_mount_of(file) for file in on_disk]
-        self._has_mounts = any(mounts)
+        self.is_fetched = any(mounts)
+        """Whether a file is at a URL."""
         self._mounts = (  # of each file, with its name there; the table is empty without a mount
             [None if mount is None else (mount, mount.name_of(path)) for path, mount in zip(paths, mounts, strict=True)]
-            if self._has_mounts
+            if self.is_fetched
             else []
         )
-        self._is_read = io == "pread" or not HAS_FILE_MAPS or self._has_mounts  # by positioned reads
+        self._is_read = io == "pread" or not HAS_FILE_MAPS or self.is_fetched  # by positioned reads
         sizes, self._dtypes = [file.size for file in on_disk], sorted({file.dtype for file in on_disk}, key=_itemsize)
         self._sizes = sizes
         self.dtype: np.dtype[Any] = self._dtypes[-1] if self._dtypes else NARROW
@@ -253,7 +254,9 @@ class TokenFiles:
         """
         dtype, size = self.dtype, self.dtype.itemsize
         if not self._are_mapped(files):
-            firsts, counts = ((places - self.first_tokens[files]) * size).tolist(), ((ends - places) * size).tolist()
+            begins = (places - self.first_tokens[files]) * size
+            self._check_room(files, begins, begins + (ends - places) * size)
+            firsts, counts = begins.tolist(), ((ends - places) * size).tolist()
             each = zip(files.tolist(), firsts, counts, strict=True)
             return joined((self._bytes(file, first, count) for file, first, count in each), pads, pad_id, dtype)
         if self._content is None:
@@ -270,13 +273,14 @@ class TokenFiles:
     def _read(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int, dtype: np.dtype[Any]) -> Ids:
         rows, itemsize = np.empty((len(files), width), dtype=dtype), dtype.itemsize
         content, size = rows.reshape(-1).view(np.uint8).data, width * itemsize
+        self._check_room(files, starts * itemsize, starts * itemsize + size)
         for row, (file, start) in enumerate(zip(files.tolist(), starts.tolist(), strict=True)):
             self._read_into(content[row * size : (row + 1) * size], file, start * itemsize)
         return rows
 
     def will_read(self, files: NDArray[np.int64], places: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         """Say what will be read next, in this order, so that files at a URL are fetched ahead. Arguments: `gather`."""
-        if not self._has_mounts:
+        if not self.is_fetched:
             return
         for mount in {id(each[0]): each[0] for each in self._mounts if each is not None}.values():
             names = [each[1] if each is not None and each[0] is mount else None for each in self._mounts]
@@ -285,9 +289,14 @@ class TokenFiles:
             spans = ((at[some] - firsts) * sizes for at in (places, ends))
             self._plans[mount] = mount.plan(self, names, files[some], *spans)
 
+    def _check_room(self, files: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Raise NoRoomError if a folder of fetched pieces is smaller than a batch. begins, ends: bytes, int64 [n]."""
+        if (found := next(filter(None, self._mounts), None)) is not None:
+            found[0].check_room(files, begins, ends)
+
     def _read_into(self, rest: memoryview, file: int, at: int) -> None:
         """Fill memory with the bytes of a file from byte `at` on."""
-        if self._has_mounts and (mounted := self._mounts[file]) is not None:
+        if self.is_fetched and (mounted := self._mounts[file]) is not None:
             mount, name = mounted
             mount.read_into(rest, name, at, self._plans.get(mount))
             return

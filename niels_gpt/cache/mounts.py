@@ -31,14 +31,23 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.buckets.bucket import SAID_AFTER_S, Bucket, scheme_of
-from niels_gpt.buckets.folder import HALF, PIECES, BoundedFolder, is_other, opened, read_at
+from niels_gpt.buckets import folder as folders
+from niels_gpt.buckets.bucket import Bucket, scheme_of
+from niels_gpt.buckets.folder import HALF, PIECES, BoundedFolder, BusyFolderError, opened, read_at, remove
 from niels_gpt.cache.checksums import CRC_DTYPE, covered_files
 from niels_gpt.cache.formats import BLOCK_BYTES, SPLITS, crc32, num_blocks
 from niels_gpt.cache.meta import checked_meta
-from niels_gpt.storage.errors import CacheError, CacheNotFound, UsageError
+from niels_gpt.storage.errors import CacheError, CacheNotFound, NoRoomError, UsageError
 from niels_gpt.storage.fileio import META_NAME, open_for_reading
-from niels_gpt.storage.meta_json import MAX_JSON_BYTES, file_records, meta_crc32, parse_object, printable
+from niels_gpt.storage.meta_json import (
+    MAX_JSON_BYTES,
+    file_records,
+    meta_crc32,
+    parse_object,
+    path_inside,
+    printable,
+    wrong_value,
+)
 from niels_gpt.storage.mounted import MOUNTED
 
 logger = logging.getLogger(__name__)
@@ -57,7 +66,7 @@ _LOOKED_AT = 512  # places of a plan among which a piece that was read is looked
 _SOON = 1024  # places of a plan
 _ALONE = 32  # places of a plan, about a batch
 _IDLE_S = 10.0
-_POLL_S = 0.01
+_MOST_STRANGE = 64  # pieces in a row that no plan has, until the plan is looked through
 _OWN_FOLDER = "Name a folder that only these runs write to: local=DIR"
 
 
@@ -77,7 +86,7 @@ class Plan:
         self._keys: list[int] = keys.tolist()
         firsts = order[is_first]
         self._place: dict[int, int] = dict(zip(keys[firsts].tolist(), firsts.tolist(), strict=True))
-        self._read = self._taken = 0
+        self._read = self._taken = self._strange = 0
         self._ahead: deque[tuple[int, int]] = deque()  # place and bytes of what was fetched, and not read yet
         self.owner, self.ahead_bytes = weakref.ref(owner), 0
 
@@ -85,8 +94,13 @@ class Plan:
         """Note that a piece is read now. Returns whether more may be fetched by that."""
         if self._read < len(self._keys) and self._keys[self._read] == key:
             return False
-        with suppress(ValueError):
+        try:
             self._read = self._keys.index(key, self._read, self._read + _LOOKED_AT)
+            self._strange = 0
+        except ValueError:
+            self._strange += 1
+            if self._strange > _MOST_STRANGE:  # the reader is elsewhere in its plan: else nothing more would be fetched
+                self._read = max(self._read, self._place.get(key, 0))
         before = self.ahead_bytes
         while self._ahead and self._ahead[0][0] <= self._read:
             self.ahead_bytes -= self._ahead.popleft()[1]
@@ -140,32 +154,43 @@ class Mount:
         self.records: Mapping[str, Mapping[str, Any]] = {
             str(record["name"]): record for record in file_records(self.meta, where)
         }
+        self._check_names(where)
         self._numbers = {name: number for number, name in enumerate(self.records)}
         self._names, self._sizes = list(self.records), [int(each["bytes"]) for each in self.records.values()]
         self._has_sums = bool(covered_files(self.meta))
         self.store = BoundedFolder(local, max_bytes)
         digest = hashlib.sha256(raw).hexdigest()[:12]
-        name = "".join(each if each.isalnum() or each in "._-" else "_" for each in self.url.rsplit("/", 1)[-1])
+        last = self.url.rsplit("/", 1)[-1]
+        name = "".join(each if each.isascii() and (each.isalnum() or each in "._-") else "_" for each in last)
         self.folder = self.store.make(f"{name[:80] or 'cache'}-{digest}")
         self._pieces = f"{self.folder / PIECES}{os.sep}"
         self._begin(bucket)
-        MOUNTED[str(self.folder)] = self
-        for parent in {os.path.dirname(name) for name in self.records}:
-            os.makedirs(self.folder / parent, 0o700, exist_ok=True)
+        for parent in {os.path.dirname(name) for name in self.records} - {""}:
+            path_inside(self.folder, parent).mkdir(0o700, parents=True, exist_ok=True)
         self._write_meta()
         if self._has_sums:
             _ = self._sums
+        self.store.trim()
+        MOUNTED[str(self.folder)] = self
+
+    def _check_names(self, where: str) -> None:
+        """Raise CacheError E202 for names that cannot all be files of one folder, beside its pieces."""
+        folders = {str(parent) for name in self.records for parent in Path(name).parents}
+        for name in self.records:
+            if name in folders or name.split("/")[0] == PIECES or name.endswith(HALF):
+                raise wrong_value(where, "a file's name", name, "a name beside all others")
 
     def _begin(self, bucket: Bucket | None = None) -> None:
         """Make what no other process has."""
-        self._pid, self._bucket = os.getpid(), bucket or Bucket(self.url)
-        self._lock, self._wake = threading.RLock(), threading.Condition()
+        self._bucket = bucket or Bucket(self.url)
+        self._lock, self._whole_lock, self._wake = threading.RLock(), threading.RLock(), threading.Condition()
         self._compared: dict[int, tuple[tuple[int, int], int]] = {}  # of a piece: which file, and a bit for each block
         self._arriving: dict[int, Future[bytes | None]] = {}
         self._whole: dict[str, tuple[int, ...]] = {}
         self._plans: dict[int, Plan] = {}
-        self._threads = 0
+        self._threads = self._idle = 0
         self.fetched_bytes = self.requests = 0
+        self._pid = os.getpid()  # the last, because other threads look at it
 
     @property
     def max_bytes(self) -> int:
@@ -174,7 +199,9 @@ class Mount:
 
     def _here(self) -> None:
         if self._pid != os.getpid():
-            self._begin()
+            with _FORKED:
+                if self._pid != os.getpid():
+                    self._begin()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (self.url, self.store.path, self.store.max_bytes, self.max_ahead, self.raw)
@@ -188,9 +215,8 @@ class Mount:
         path = self.folder / META_NAME
         if read_at(path, len(self.raw), 0, len(self.raw)) == self.raw:
             return
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        with self.store.arriving(path, len(self.raw)) as handle:
+        remove(path)
+        with self.store.arriving(path, len(self.raw), wait_s=folders.PATIENCE_S) as handle:
             if handle is not None:
                 os.pwrite(handle, self.raw, 0)
 
@@ -199,26 +225,28 @@ class Mount:
 
         Raises: CacheError E611 for damage at the URL, E610 if the cache there was replaced, E612; NoRoomError E501.
         """
+        if name == META_NAME:
+            self._write_meta()
         record = self.records.get(name)
         if record is None:
             return
         self._here()
-        path, size = self.folder / name, int(record["bytes"])
-        with self._lock:
+        path, size = path_inside(self.folder, name), int(record["bytes"])
+        with self._whole_lock:
             for _ in range(3):
                 identity = _identity(path)
-                if identity is not None and self._whole.get(name) == identity:
-                    return
-                if identity is not None and _has_sha256(path, size, record["sha256"]):
+                if identity is not None and (
+                    self._whole.get(name) == identity or _has_sha256(path, size, record["sha256"])
+                ):
                     self._whole[name] = identity
+                    with suppress(OSError):  # of a file system that is read-only now
+                        os.utime(path, ns=(time.time_ns(), identity[-1]), follow_symlinks=False)
                     return
                 if identity is not None:
-                    logger.info("%s: not as the cache's %s describes it, so it is fetched again", path, META_NAME)
-                    os.unlink(path)
-                with self.store.arriving(path, size) as handle:
-                    if handle is None:
-                        time.sleep(_POLL_S)  # another process brings it
-                    else:
+                    logger.warning("%s: damaged, so it is fetched again", path, extra={"code": "W611"})
+                    remove(path)
+                with self.store.arriving(path, size, wait_s=folders.PATIENCE_S) as handle:
+                    if handle is not None:
                         self._bring(record, handle)
         raise CacheError(path, "changed again and again while it was opened", remedy=_OWN_FOLDER, code="E210")
 
@@ -245,7 +273,7 @@ class Mount:
 
     def refuse(self, name: str, found: str, expected: str = "") -> NoReturn:
         """Raise the error of a file at the URL that is not as it was when the cache was mounted: E610 or E611."""
-        if self._bucket.read(META_NAME, MAX_JSON_BYTES) != self.raw:
+        if all(self._bucket.read(META_NAME, MAX_JSON_BYTES) != self.raw for _ in range(2)):
             replaced = "the cache was replaced at its URL after it was opened. No row of the new one was served"
             raise CacheError(self.shown, replaced, remedy="Open it again, with allow_other_content", code="E610")
         again = f"niels-gpt push CACHE {shlex.quote(self.url)} --check"
@@ -294,8 +322,7 @@ class Mount:
             piece, start = divmod(at, PIECE_BYTES)
             key, part = number << 32 | piece, memory[: PIECE_BYTES - start]
             if plan is not None and plan.reach(key):
-                with self._wake:
-                    self._wake.notify()
+                self._look_ahead()
             while not self._from_folder(key, start, part):
                 whole = self._arrived(number, piece)
                 if whole is not None:  # else another process brought it
@@ -340,7 +367,7 @@ class Mount:
         path = f"{self._pieces}{number:x}-{piece:x}"
         found = opened(path, end - begin)
         if found is None:
-            return self._discarded(path) if is_other(path, end - begin) else False
+            return False
         handle, identity = found
         try:
             first, last = start // BLOCK_BYTES, (start + len(memory) - 1) // BLOCK_BYTES
@@ -359,13 +386,8 @@ class Mount:
                     self._compared.clear()
                 self._compared[key] = identity, bits | wanted
             return True
-        return self._discarded(path)
-
-    def _discarded(self, path: str) -> bool:
-        """Remove a piece with another content. Returns False: it is not in the folder."""
         logger.warning("%s: damaged in this folder, so it is fetched again", path, extra={"code": "W611"})
-        with suppress(FileNotFoundError):
-            os.unlink(path)
+        remove(Path(path))
         return False
 
     def _wrong_block(self, number: int, first: int, blocks: Iterable[Any]) -> int | None:
@@ -388,34 +410,41 @@ class Mount:
             if future is None:
                 future = self._arriving[key] = Future()
         if mine:
-            self._fetch(number, piece, 1)
+            self._fetch(number, piece, 1, folders.PATIENCE_S)
         return future.result()
 
-    def _fetch(self, number: int, first: int, count: int) -> None:
-        """Fetch pieces, whose futures this thread has made; a future gets bytes, None, or an error."""
-        keys = [number << 32 | piece for piece in range(first, first + count)]
-        try:
-            arrived = self._stored(number, first, count)
-        except BaseException as error:
-            for key in keys:
-                self._arriving.pop(key).set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            for key, content in zip(keys, arrived, strict=True):
-                self._arriving.pop(key).set_result(content)
+    def _fetch(self, number: int, first: int, count: int, wait_s: float = 0.0) -> None:
+        """Fetch pieces, whose futures this thread has made; a future gets bytes, None, or an error.
 
-    def _stored(self, number: int, first: int, count: int) -> list[bytes | None]:
-        """Fetch and store pieces that no other process brings: a run of them from the first one on.
-
-        Waits for another process that brings the first one; after ten seconds this one fetches it too.
+        wait_s: seconds to wait for another process that brings a piece; 0 if nobody needs it yet.
         """
-        end = time.monotonic() + SAID_AFTER_S
+        arrived, failed = list[bytes | None]([None] * count), None
+        try:
+            arrived = self._stored(number, first, count, wait_s)
+        except Exception as error:
+            failed = error
+        finally:  # also of an interrupt: who waits for these pieces then fetches them
+            for piece, content in zip(range(first, first + count), arrived, strict=True):
+                future = self._arriving.pop(number << 32 | piece)
+                if failed is None:
+                    future.set_result(content)
+                else:
+                    future.set_exception(failed)
+
+    def _stored(self, number: int, first: int, count: int, wait_s: float) -> list[bytes | None]:
+        """Fetch and store pieces that no other process brings, and that there is room for: from the first one on."""
         with ExitStack() as stack:
             handles = list[int]()
             for piece in range(first, first + count):
                 begin, stop = self._span(number, piece)
-                handle = stack.enter_context(self.store.arriving(self._path(number, piece), stop - begin))
+                how = {"wait_s": 0.0 if handles else wait_s}
+                try:
+                    handle = stack.enter_context(self.store.arriving(self._path(number, piece), stop - begin, **how))
+                except BusyFolderError as error:
+                    if not handles and wait_s:
+                        logger.info("%s. It is fetched, and not kept", error)
+                        return [self._requested(number, first, 1)]
+                    break
                 if handle is None:
                     break
                 handles.append(handle)
@@ -425,37 +454,32 @@ class Mount:
                 for handle, part in zip(handles, parts, strict=True):
                     os.pwrite(handle, part, 0)
                 return [*parts, *[None] * (count - len(parts))]
-        while not os.path.lexists(path := self._path(number, first)):
-            if time.monotonic() > end:
-                logger.info("%s: another process has not brought it in %.0f s", path, SAID_AFTER_S)
-                return [self._requested(number, first, 1), *[None] * (count - 1)]
-            time.sleep(_POLL_S)
-            if not os.path.lexists(path.with_name(path.name + HALF)):
-                break  # it gave up
         return [None] * count
 
     def _requested(self, number: int, first: int, count: int) -> bytes:
         """Return pieces from the URL, each block compared; a damaged answer is asked for once more."""
         name, begin = self._names[number], first * PIECE_BYTES
         end = min((first + count) * PIECE_BYTES, self._sizes[number])
-        found = ""
+        found = list[str]()
         for _ in range(2):
+            if found:
+                logger.info("%s: %s; again", self._bucket.at(name), found[0])
             try:
                 content = self._bucket.part(name, begin, end)
             except FileNotFoundError:
-                found = "no such file"
+                found.append("no such file")
                 continue
             self._count(len(content))
             if len(content) != end - begin:
-                found = f"{len(content):,} bytes arrived of bytes {begin} to {end}, in a second attempt too"
+                found.append(f"{len(content):,} bytes arrived of bytes {begin} to {end}")
                 continue
-            blocks = (memoryview(content)[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES))
+            blocks = [memoryview(content)[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
             wrong = self._wrong_block(number, begin // BLOCK_BYTES, blocks)
             if wrong is None:
                 return content
-            at = wrong * BLOCK_BYTES
-            found = f"block {wrong}, bytes {at} to {min(at + BLOCK_BYTES, end)}, does not match its checksum, twice"
-        self.refuse(name, found, "the bytes that its index/crc32.bin describes")
+            at, came = wrong * BLOCK_BYTES, crc32(blocks[wrong - begin // BLOCK_BYTES])
+            found.append(f"block {wrong}, bytes {at} to {min(at + BLOCK_BYTES, end)}, has the CRC-32 {came:08x}")
+        self.refuse(name, "; then ".join(found), "the bytes that its index/crc32.bin describes")
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:
@@ -478,42 +502,62 @@ class Mount:
         """
         self._here()
         numbers = np.array([self._numbers.get(name or "", -1) for name in names], dtype=np.int64)[files] << 32
-        firsts, lasts = begins // PIECE_BYTES, (ends - 1) // PIECE_BYTES
-        counts = lasts - firsts + 1
-        stops = counts.cumsum()
-        keys = (
-            (numbers + firsts).repeat(counts)
-            + np.arange(stops[-1] if len(stops) else 0)
-            - (stops - counts).repeat(counts)
-        )
-        plan = Plan(keys, owner, self.store.max_bytes // 4 // PIECE_BYTES)
+        plan = Plan(_pieces(numbers, begins, ends), owner, self.store.max_bytes // 4 // PIECE_BYTES)
         with self._wake:
             self._plans = {key: each for key, each in self._plans.items() if each.owner() is not None}
             self._plans[id(owner)] = plan
-            while self._threads < JOBS:
-                self._threads += 1
-                threading.Thread(target=self._run_ahead, name="ahead", daemon=True).start()
+            while self._threads < JOBS and self._starts():
+                pass
             self._wake.notify_all()
         return plan
+
+    def check_room(self, files: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Raise NoRoomError E501 if `max_bytes` holds fewer pieces than one batch has.
+
+        files: numbers that tell files apart. begins, ends: of the bytes in each. All int64 [n].
+        """
+        most = self.store.max_bytes // PIECE_BYTES
+        if ((ends - 1) // PIECE_BYTES - begins // PIECE_BYTES + 1).sum() > most:
+            pieces = len(np.unique(_pieces(files << 32, begins, ends)))
+            if pieces > most:
+                found = f"one batch needs {pieces:,} pieces of 1 MiB, and max_bytes={self.store.max_bytes:,}"
+                raise NoRoomError(f"{self.shown}: {found} holds {most:,} in {self.store.path}. Raise max_bytes")
+
+    def _look_ahead(self) -> None:
+        """Let a thread look for what to fetch; threads that had nothing to do have ended."""
+        with self._wake:
+            if self._idle:
+                self._wake.notify()
+            elif self._threads < JOBS:
+                self._starts()
+
+    def _starts(self) -> bool:
+        """Start a thread. Returns False if none can be started, as when Python ends: a reader fetches by itself."""
+        with suppress(RuntimeError):
+            threading.Thread(target=self._run_ahead, name="ahead", daemon=True).start()
+            self._threads += 1
+            return True
+        return False
 
     def _run_ahead(self) -> None:
         """Fetch what the plans ask for, until there is nothing for a while. An error is left to who reads the piece."""
         while True:
             with self._wake:
-                job = self._next()
-                while job is None:
-                    if not self._wake.wait(_IDLE_S) and (job := self._next()) is None:
+                is_woken = True
+                while (job := self._next()) is None:
+                    if not is_woken:
                         self._threads -= 1
                         return
-                    job = job or self._next()
-            try:
-                self._fetch(*job)
-            except BaseException:
-                return
+                    self._idle += 1
+                    is_woken = self._wake.wait(_IDLE_S)
+                    self._idle -= 1
+            self._fetch(*job)
 
     def _next(self) -> tuple[int, int, int] | None:
         """Return the next run of pieces to fetch: file, first piece, how many; None if all plans are far enough."""
         plans = sorted((plan for plan in self._plans.values() if plan.owner() is not None), key=_ahead_bytes)
+        if len(self._arriving) * PIECE_BYTES >= self.max_ahead:
+            return None
         for plan in plans:  # a reader of several files, or of several caches, waits for the last one of them
             while plan.ahead_bytes < self.max_ahead // len(plans) and (key := plan.take()) is not None:
                 if not self._claim(key):
@@ -538,6 +582,10 @@ class Mount:
                 return False
             self._arriving[key] = Future()
             return True
+
+
+_FORKED = threading.Lock()
+os.register_at_fork(after_in_child=_FORKED._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def _ahead_bytes(plan: Plan) -> int:
@@ -572,9 +620,10 @@ def mounted(
         )
     folder = Path(os.path.realpath(os.path.expanduser(local)))
     cache, split, raw, bucket = _read_meta(url.rstrip("/"))
-    for mount in MOUNTED.values():
+    for mount in list(MOUNTED.values()):
         if isinstance(mount, Mount) and (mount.url, mount.raw, mount.store.path) == (cache, raw, folder):
             mount.store.max_bytes, mount.max_ahead = most, min(ahead, most // 4)
+            mount.store.trim()
             return mount.folder / split
     return Mount(cache, folder, most, ahead, raw, bucket).folder / split
 
@@ -588,7 +637,7 @@ def meta_at(url: str, split: str | None = None) -> tuple[str, dict[str, Any], st
     scheme_of(url)
     url = url.rstrip("/")
     above, _, name = url.rpartition("/")
-    known = {mount.url: mount.raw for mount in MOUNTED.values() if isinstance(mount, Mount)}
+    known = {mount.url: mount.raw for mount in list(MOUNTED.values()) if isinstance(mount, Mount)}
     if name in SPLITS and above in known:
         cache, named, raw = above, name, known[above]
     else:
@@ -629,10 +678,20 @@ _SIZE = re.compile(r"(?i)(\d{1,15}(?:\.\d{1,6})?) ?((?:[kmgt]i?)?b|)")
 
 def _again(url: str, local: Path, max_bytes: int, max_ahead: int, raw: bytes) -> Mount:
     """Return the mount of this process, for a copy. Reads no meta.json."""
-    for mount in MOUNTED.values():
+    for mount in list(MOUNTED.values()):
         if isinstance(mount, Mount) and (mount.url, mount.raw, mount.store.path) == (url, raw, local):
             return mount
     return Mount(url, local, max_bytes, max_ahead, raw)
+
+
+def _pieces(numbers: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the keys of the pieces of these bytes. numbers: of the files, shifted as in a key; all int64 [n]."""
+    firsts = begins // PIECE_BYTES
+    counts = (ends - 1) // PIECE_BYTES - firsts + 1
+    stops = counts.cumsum()
+    each = np.arange(stops[-1] if len(stops) else 0) - (stops - counts).repeat(counts)
+    keys: NDArray[np.int64] = (numbers + firsts).repeat(counts) + each
+    return keys
 
 
 def parsed_meta(raw: bytes, where: str) -> dict[str, Any]:

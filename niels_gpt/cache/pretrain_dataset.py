@@ -298,7 +298,8 @@ class PretrainTokenStreamDataset(DecodedItems):
             shards = self._ends.searchsorted(windows, "right")
             places = windows + self._to_places[shards]
         files = self._split.files
-        files.will_read(shards, places, places + (self.T + 1))
+        if files.is_fetched:
+            files.will_read(shards, places, places + (self.T + 1))
         return split_rows(gathered(files, self.vocab_size, shards, places, self.T + 1), self.device)
 
 

@@ -141,6 +141,10 @@ class Eagle3Kind(Kind):
             shlex.join(["niels-gpt", "eagle3", "verify", str(folder)]),
         )
 
+    def is_opened_whole(self, name: str) -> bool:
+        """Return whether it is the manifest, or of the folder of receipts and plan."""
+        return not name.endswith(".safetensors")
+
     def lock_of(self, folder: Path) -> Path | None:
         """Return the lock of `niels-gpt eagle3 precompute`."""
         from niels_gpt.eagle3.format.layout import LOCK_NAME, SIDECAR

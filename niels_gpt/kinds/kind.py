@@ -239,6 +239,10 @@ class Kind:
         """Return a sentence: what to do about a damaged cache at a path."""
         return REBUILD
 
+    def is_opened_whole(self, name: str) -> bool:
+        """Return whether a look at a cache at a URL needs this file, because its code does not let it arrive first."""
+        return self.is_small
+
     def lock_of(self, folder: Path) -> Path | None:
         """Return the lock of a folder that is written in place, not as a version; None without one."""
         return None

@@ -43,6 +43,9 @@ class Mounted(Protocol):
     def read_into(self, memory: memoryview, name: str, at: int, plan: Any = None) -> None:
         """Fill memory with bytes of a file from byte `at` on. plan: from `plan`, which this read follows."""
 
+    def check_room(self, files: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Raise NoRoomError if there is too little room for the bytes of one batch, from begins[i] to ends[i] - 1."""
+
     def fetch(self, name: str, begin: int, end: int) -> bytes:
         """Return a few bytes of a file from where it is. They are not compared, and not kept."""
 
@@ -71,7 +74,7 @@ def is_url(text: str) -> bool:
 def shown(path: str | os.PathLike[str]) -> str:
     """Return a path, or the URL of a file or folder that lies in such a folder."""
     text = os.fspath(path)
-    for folder, mounted in MOUNTED.items():
+    for folder, mounted in list(MOUNTED.items()):  # another thread may open a cache
         if text == folder or text.startswith(folder + os.sep):
             return mounted.url + text[len(folder) :]
     return text
@@ -80,6 +83,6 @@ def shown(path: str | os.PathLike[str]) -> str:
 def let_arrive(path: str | os.PathLike[str]) -> None:
     """Bring a file, if it lies in such a folder. Raises: CacheError, OSError."""
     text = os.fspath(path)
-    for folder, mounted in MOUNTED.items():
+    for folder, mounted in list(MOUNTED.items()):
         if text.startswith(folder + os.sep):
             mounted.arrive(text[len(folder) + 1 :])

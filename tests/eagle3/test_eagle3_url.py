@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import fsspec
 import pytest
@@ -14,13 +15,24 @@ import torch
 from support.disk import meta_bytes
 from support.eagle3_native import write_native
 from support.errors import refused
-from support.small_eagle3 import write_cache
+from support.small_eagle3 import fields_of, manifest_of, write_cache
 from torch.utils.data import DataLoader
 
 from niels_gpt.eagle3 import Eagle3Stream
-from niels_gpt.eagle3.cache import CachedEagle3Dataset, build_cached_eagle3_dataloader
+from niels_gpt.eagle3.cache import (
+    CachedEagle3Dataset,
+    build_cached_eagle3_dataloader,
+    read_target_embeddings,
+    write_manifest,
+    write_target_embeddings,
+)
+from niels_gpt.eagle3.format.layout import layout_like
 from niels_gpt.eagle3.format.meta import write_meta
+from niels_gpt.eagle3.format.shard_writer import ShardWriter
+from niels_gpt.eagle3.format.weights import write_weights
+from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import NativeEagle3Dataset, build_native_dataloader
+from niels_gpt.sampling import MixtureStream
 from niels_gpt.storage.mounted import MOUNTED
 
 pytestmark = pytest.mark.filterwarnings("ignore:the last batch has")
@@ -51,7 +63,7 @@ def written(folder, form, seed=0):
     else:
         masks, dtype = MASKS[:: -1 if seed else 1], "fp8" if form == "fp8" else "bf16"
         write_native(folder, masks, cuts=[4, 7], aux_dtype=dtype)
-        (folder / "target_weights.safetensors").write_bytes(b"of no use here")
+        write_weights(folder, {"lm_head": torch.randn(50, 4), "embeddings": torch.randn(50, 4), "norm": torch.ones(4)})
     return sealed(folder)
 
 
@@ -175,6 +187,38 @@ def test_loaders_take_a_url(tmp_path, form, place):
     assert digests(build(url, 4, False, **place)) == digests(build(cache, 4, False))
 
 
+def test_a_mixture_of_caches_at_urls_and_of_a_folder(tmp_path, place):
+    caches = [written(tmp_path / name, "native", seed) for seed, name in enumerate("ab")]
+    urls = [NativeEagle3Dataset(f"file://{cache}", **place) for cache in caches]
+    parts = [[opened("native", cache) for cache in caches], [urls[0], opened("native", caches[1])], urls]
+    mixed = [MixtureStream([stream(each, epochs=None) for each in some], [1, 2], seed=0) for some in parts]
+    found = [digests(islice(each, 12)) for each in mixed]
+    assert found[0] == found[1] == found[2]
+
+
+def test_embeddings_and_head_come_whole(tmp_path, form, place):
+    cache = written(tmp_path / "c", form)
+    dataset = opened(form, f"file://{cache}", **place)
+    assert read_target_embeddings(dataset.cache_dir).equal(read_target_embeddings(cache))
+    if form not in FORMS[:2]:
+        batch = next(iter(build_native_dataloader(cache, 4, False)))
+        heads = [TargetHead.of_cache(folder) for folder in (dataset.cache_dir, cache)]
+        assert heads[0].target_probs(batch).equal(heads[1].target_probs(batch))
+
+
+def test_a_shard_without_a_receipt_comes_whole(tmp_path, form, place):
+    cache = written(tmp_path / "c", form)
+    (cache / "sidecar" / "shard-000001.json").unlink()
+    dataset = opened(form, f"file://{sealed(cache)}", **place)
+    assert digests(stream(dataset)) == digests(stream(opened(form, cache)))
+    (whole,) = (tmp_path / "local").glob("c-*/shard-*")
+    assert whole.read_bytes() == (cache / "shard-000001.safetensors").read_bytes()
+    whole.unlink()  # as an eviction does
+    flip(cache / "shard-000001.safetensors")
+    with refused("E611", "shard-000001.safetensors"):
+        pickle.loads(pickle.dumps(dataset))[5]
+
+
 def test_local_without_a_url_is_refused(tmp_path, place):
     cache = written(tmp_path / "c", "version 1")
     with refused("E101", "local"):
@@ -200,7 +244,12 @@ def test_a_damaged_sample_at_the_url_is_named(tmp_path, form, place):
 
 
 def digest_of_samples(dataset, numbers):
-    return [str(dataset[number]) for number in numbers]
+    samples = [dataset[number] for number in numbers]
+    return digests([sample if isinstance(sample, dict) else tensors_of(sample) for sample in samples])
+
+
+def tensors_of(sample):
+    return {name: torch.as_tensor(value) for name, value in vars(sample).items() if value is not None}
 
 
 @pytest.mark.parametrize("form", ["version 1", "native"])
@@ -264,7 +313,7 @@ def test_a_piece_that_is_damaged_in_the_folder_is_fetched_again(tmp_path, form, 
 
 def test_a_cache_of_tokens_without_block_checksums_is_refused_still(tmp_path, place):
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "meta.json").write_bytes(meta_bytes({"kind": "other", "files": []}))
+    (tmp_path / "c" / "meta.json").write_bytes(meta_bytes({"kind": "other", "shards": {"train": []}}))
     with refused("E208", "meta.json"):
         CachedEagle3Dataset(f"file://{tmp_path}/c", **place)
 
@@ -300,6 +349,28 @@ def test_an_epoch_by_shards_fetches_the_cache_about_once(tmp_path, form, mounts)
     kept = sum(path.stat().st_size for path in (tmp_path / "local").rglob("*") if path.is_file())
     assert kept <= size // 10 + MIB
     assert there == digests(stream(opened(form, cache), **how))
+
+
+@pytest.mark.slow
+def test_slots_of_padding_are_not_fetched(tmp_path, place, mounts):
+    slots, used, folder = 100_000, [500, 100_000, 1], tmp_path / "c"
+    fields = fields_of(3, slots=slots)
+    for row, count in enumerate(used):
+        for name in fields.keys() - {"input_ids", "attention_mask", "loss_mask"}:
+            fields[name][row, count:] = 0
+    layout = layout_like(fields)
+    writer = ShardWriter(folder, 0, layout.fields, 3)
+    writer.write(range(3), used, fields)
+    writer.commit()
+    write_manifest(folder, manifest_of(samples=3, shard_size=3, slots=slots))
+    write_target_embeddings(folder, torch.ones(20, 2))
+    dataset = CachedEagle3Dataset(at_memory(sealed(folder), "padded/c"), **place)
+    (mount,) = mounts()
+    for row in (0, 2):
+        assert all(tensor.equal(fields[name][row]) for name, tensor in dataset[row].items())
+    assert mount.fetched_bytes < 2 * layout.row_bytes - 3 * MIB
+    assert all(tensor.equal(fields[name][1]) for name, tensor in dataset[1].items())
+    assert digests(stream(dataset)) == digests(stream(CachedEagle3Dataset(folder)))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from niels_gpt.eagle3.format.layout import Tensors, shard_path, tensors_header_in
+from niels_gpt.eagle3.format.layout import Tensors, row_bytes_of, shard_path, tensors_header_in
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.mounted import Mounted
 
@@ -94,18 +94,24 @@ class Fetched:
     # --- samples ------------------------------------------------------------------------------------------------------
 
     def will_read(
-        self, owner: object, numbers: Sequence[int], least: int, spans: Callable[[int], tuple[int, list[Span]]]
+        self,
+        owner: object,
+        numbers: Sequence[int],
+        least: int,
+        spans: Callable[[int], tuple[int, list[Span]]],
+        enough: Callable[[], bool],
     ) -> int:
         """Fetch samples ahead, in this order, and as many as `max_ahead` bytes hold. Returns their number.
 
-        least: of them at least. spans: returns a sample's shard and its bytes there, in the order of reading.
+        least: of them at least. spans: returns a sample's shard and its bytes there, in the order of reading. enough:
+            whether no more shall be asked for.
         """
         self._here()
         planned, num_bytes = list[tuple[int, list[Span]]](), 0
         for number in numbers[: max(_MOST_PLANNED, least)]:
             planned.append(spans(number))
             num_bytes += sum(end - begin for begin, end in planned[-1][1])
-            if num_bytes >= self.mount.max_ahead and len(planned) >= least:
+            if len(planned) >= least and (num_bytes >= self.mount.max_ahead or enough()):
                 break
         self._plan = self._planned(owner, planned)
         self._ahead = frozenset(numbers[: len(planned)])
@@ -118,9 +124,9 @@ class Fetched:
         return self.mount.plan(owner, [shard_path("", shard) for shard in shards], files, begins, ends)
 
     def tensors(self, number: int, shard: int, spans: Mapping[str, Span], forms: Tensors) -> dict[str, torch.Tensor]:
-        """Return tensors that are so many bytes of a shard, each with memory of its own.
+        """Return tensors of a sample, each with memory of its own.
 
-        number: of the sample. forms: dtype and shape of each.
+        number: of the sample. spans: the bytes that are read; zeros follow. forms: dtype and shape of each.
         """
         self._here()
         name, plan = shard_path("", shard), self._plan
@@ -129,9 +135,10 @@ class Fetched:
         tensors = {}
         for field, (begin, end) in spans.items():
             dtype, shape = forms[field]
-            content = np.empty(end - begin, np.uint8)
+            size = row_bytes_of(forms[field])
+            content = (np.empty if size == end - begin else np.zeros)(size, np.uint8)
             if end > begin:
-                self.mount.read_into(content.data, name, begin, plan)
+                self.mount.read_into(content[: end - begin].data, name, begin, plan)
             tensors[field] = torch.from_numpy(content).view(dtype).view(shape)
         return tensors
 

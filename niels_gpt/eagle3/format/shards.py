@@ -78,6 +78,7 @@ COMMON_FIELDS = ("aux_hidden_states", *INT_FIELDS, "position_mask")
 Damage = list[tuple[int | None, str]]
 """Each damage: row in the shard, or None, and a sentence."""
 Mapped = TypeVar("Mapped")
+_MOST_RECEIPTS = 16
 _AGAIN = "Remove the shard and produce it again: precompute --resume"
 
 
@@ -159,7 +160,9 @@ class Shards(ABC, Generic[Mapped]):
         """
         if self._fetched is None:
             return len(numbers)
-        return self._fetched.will_read(self, numbers, least, lambda number: self._spans_of(*self.place(number)))
+        most = len(self._receipts) + _MOST_RECEIPTS  # the batch waits while they arrive
+        enough = lambda: len(self._receipts) >= most  # noqa: E731
+        return self._fetched.will_read(self, numbers, least, lambda number: self._spans_of(*self.place(number)), enough)
 
     def _spans_of(self, shard: int, row: int) -> tuple[int, list[Span]]:
         spans = self._placed(shard, row)[0].values() if self._ranged(shard) else []
@@ -168,17 +171,9 @@ class Shards(ABC, Generic[Mapped]):
     def _arrived(self, number: int) -> Mapped:
         """Return one sample of a shard at a URL, compared with its receipt. Raises: CacheError E611."""
         shard, row = self.place(number)
-        fetched, receipt = self._fetched, self._receipts.get(shard)
+        fetched, (slots, digest) = self._fetched, self._stated_in_receipt(shard, row)
         assert fetched is not None
-        if receipt is None:
-            fetched.twice(shard, lambda: self.opened(shard))  # compares the header
-            receipt = self._receipts[shard] = self._receipt(shard)
-        assert receipt is not None
-        if row >= receipt["samples"]:
-            where, found = receipt_path(self.cache_dir, shard), f"{receipt['samples']} samples"
-            raise CacheError(where, found, f"sample {row} of the shard too", code="E701")
         spans, forms = self._placed(shard, row)
-        slots, digest = receipt["slots"][row], receipt["xxh3_128"][row]
         return fetched.compared(
             shard,
             row,
@@ -187,13 +182,27 @@ class Shards(ABC, Generic[Mapped]):
             [*spans.values()],
         )
 
+    def _stated_in_receipt(self, shard: int, row: int) -> tuple[int, str]:
+        """Return slots and checksum of a sample of a shard at a URL; its receipt arrives. Raises: CacheError."""
+        receipt = self._receipts.get(shard)
+        if receipt is None:
+            assert self._fetched is not None
+            self._fetched.twice(shard, lambda: self.opened(shard))  # compares the header
+            receipt = self._receipts[shard] = self._receipt(shard)
+        assert receipt is not None
+        if row >= receipt["samples"]:
+            where, found = receipt_path(self.cache_dir, shard), f"{receipt['samples']} samples"
+            raise CacheError(where, found, f"sample {row} of the shard too", code="E701")
+        return receipt["slots"][row], receipt["xxh3_128"][row]
+
     @abstractmethod
     def place(self, index: int) -> tuple[int, int]:
         """Return the shard of a sample, and its row in it. Raises: IndexError, also for a negative index."""
 
     @abstractmethod
     def _placed(self, shard: int, row: int) -> tuple[Mapping[str, Span], Tensors]:
-        """Return where the tensors of a sample lie in a shard at a URL, and their forms."""
+        """Return where the tensors of a sample lie in a shard at a URL, and their forms. Zeros after a part are left
+        out."""
 
     @abstractmethod
     def _one(self, shard: int, row: int, tensors: dict[str, torch.Tensor]) -> Mapped:
@@ -471,10 +480,12 @@ class DenseShards(Shards[DenseShard]):
 
     def _placed(self, shard: int, row: int) -> tuple[Mapping[str, Span], Tensors]:
         fields, rows, header = self._stated(shard)
+        slots, _ = self._stated_in_receipt(shard, row)
         spans, begin = {}, len(header)
         for name, field in fields.items():
-            size = row_bytes_of(field)
-            spans[name] = begin + row * size, begin + (row + 1) * size
+            size, all_slots = row_bytes_of(field), field[1][0]
+            used = all_slots if name in INT_FIELDS else min(slots, all_slots)  # of the others only these are not zero
+            spans[name] = begin + row * size, begin + row * size + size // all_slots * used
             begin += rows * size
         return spans, {name: (dtype, (1, *shape)) for name, (dtype, shape) in fields.items()}
 

@@ -21,6 +21,7 @@ from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
 from niels_gpt.storage.errors import CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import shortened
+from niels_gpt.storage.mounted import shown
 
 Table = list[tuple[str, ...]]
 """Rows of text; the first one may be the heading."""
@@ -55,7 +56,7 @@ def description(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
     cache = open_cache(path, follow_links=follow_links)
     selected = cache.manifest.get("selected_token_ids") or []
     return {
-        "cache": str(cache.path),
+        "cache": shown(cache.path),
         "manifest": {**cache.manifest, "selected_token_ids": {"count": len(selected), "first": selected[:_FIRST_IDS]}},
         **_sizes(cache),
         "num_shards": cache.num_shards,
@@ -98,7 +99,7 @@ def summary(path: Path, *, follow_links: bool = False) -> Table:
     state, sidecar = _state(about)
     first = ", ".join(map(str, selected["first"]))
     rows: Table = [
-        ("cache", f"{path} ({state})"),
+        ("cache", f"{shown(path)} ({state})"),
         ("form", form),
         ("target", _printable(str(manifest.get("target_model")))),
         ("auxiliary layers", f"blocks {', '.join(map(str, manifest.get('aux_layer_ids') or []))}, counted from 0"),
