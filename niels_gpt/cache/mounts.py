@@ -56,7 +56,7 @@ PIECE_BYTES = 1 << 20
 MOST_PIECES = 8
 """Neighbours that one request asks for."""
 JOBS = 8
-"""Requests at once, of each process."""
+"""Requests at once that fetch ahead, of each cache in a process."""
 MAX_BYTES = 10 << 30
 MAX_AHEAD = 256 << 20
 _MOST_COMPARED = 1 << 17  # pieces, of 300 bytes each, whose compared blocks a process keeps
