@@ -29,7 +29,7 @@ from niels_gpt.kinds.files import Damage, FileChecks, Record
 from niels_gpt.kinds.folders import MAX_DEPTH
 from niels_gpt.kinds.kind import Cache, Finding, Limits, MetaDamage, kind_named
 from niels_gpt.kinds.verify import guarded, reader_error, sum_damages
-from niels_gpt.storage.errors import CacheError, CacheNotFound
+from niels_gpt.storage.errors import CacheError, CacheNotFound, NotFound
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import MAX_JSON_BYTES, file_records, printable
 from niels_gpt.storage.mounted import MOUNTED, is_url
@@ -51,7 +51,7 @@ def at_hand(cache: str | os.PathLike[str], local: Path | None = None) -> Iterato
     """Yield the folder of a cache; for a URL a folder that stands for it while the block runs, and then is removed.
 
     Only what is read is fetched. local: a folder in which it is kept. Logs how much was fetched.
-    Raises: the errors of `niels_gpt.cache.mounts.mounted`.
+    Raises: NotFound without a meta.json there; the other errors of `niels_gpt.cache.mounts.mounted`.
     """
     text = os.fspath(cache)
     if not is_url(text):
@@ -61,7 +61,11 @@ def at_hand(cache: str | os.PathLike[str], local: Path | None = None) -> Iterato
         folder = local or stack.enter_context(TemporaryDirectory(prefix="niels_gpt-", ignore_cleanup_errors=True))
         before, place = {*MOUNTED}, os.path.realpath(os.path.expanduser(folder))
         try:
-            yield mounted_whole(text, local=folder)
+            try:
+                path = mounted_whole(text, local=folder)
+            except CacheNotFound as error:  # a wrong argument, not damage
+                raise NotFound(str(error)) from error
+            yield path
         finally:
             for name, mount in list(MOUNTED.items()):
                 if name not in before and isinstance(mount, Mount) and str(mount.store.path) == place:
@@ -97,7 +101,7 @@ def caches_at(url: str) -> dict[str, Found]:
     """Return the caches below a URL by their names in it; "" for a cache at the URL itself, which holds no others.
 
     Reads a listing, at most 64 MiB of s3:// and gs://, and each meta.json.
-    Raises: ValueError for the URL; CacheNotFound if there is none; CacheError E612.
+    Raises: ValueError for the URL; NotFound if there is none; CacheError E612.
     """
     bucket = Bucket(url)
     sizes = bucket.sizes()
@@ -109,7 +113,7 @@ def caches_at(url: str) -> dict[str, Found]:
             if not key:
                 break
     if not keys:
-        raise CacheNotFound(f"{bucket.shown}: no cache below it. Name a folder to which caches were pushed")
+        raise NotFound(f"{bucket.shown}: no cache below it. Name a folder to which caches were pushed")
     with ThreadPoolExecutor(_JOBS, thread_name_prefix="list") as executor:
         return dict(zip(keys, executor.map(partial(_found, bucket, sizes), keys), strict=True))
 
@@ -182,7 +186,7 @@ def find_damage_at(url: str, *, deep: bool, progress: Progress | None = None) ->
     of all others a sample of blocks. Then the readers open it. deep: reads every file once, and compares its sha256
     and the CRC-32 of each block; of tokens also ids and sentinels, but no counts of tokens with loss.
     progress: called with files, bytes read, and bytes to read in all.
-    Raises: ValueError for the URL; CacheNotFound without a meta.json; CacheError E612; E501 without room.
+    Raises: ValueError for the URL; NotFound without a meta.json; CacheError E612; E501 without room.
     """
     files: RemoteChecks | None = None
     try:

@@ -245,7 +245,8 @@ def _document_at(cache: Cache, split: str, position: int) -> tuple[dict[str, Any
     start, end = starts[number : number + 2].tolist()
     about, sums = _file(folder, meta, split, position), BlockSums(folder, meta)
     others = [meta[group][split]["name"] for group in ("index", "ids") if split in meta.get(group, {})]
-    for path in (path_inside(folder, name) for name in (about["file"], *others)):
+    names = [about["file"], *others] if sums.mount is None else []  # at a URL each block is compared when it arrives
+    for path in (path_inside(folder, name) for name in names):
         with suppress(FileNotFoundError), open(open_regular(path), "rb") as file:  # what needs it says so
             sums.check_opened(path, file.fileno())  # a file of another version tells of another document
     found = {
