@@ -26,7 +26,7 @@ from niels_gpt.cache.formats import BLOCK_BYTES, crc32, num_blocks
 from niels_gpt.cache.mounts import PIECE_BYTES, Mount, mounted, parsed_meta
 from niels_gpt.display.numbers import many, number_of, size_text
 from niels_gpt.kinds.files import Damage, FileChecks, Record
-from niels_gpt.kinds.folders import MAX_DEPTH
+from niels_gpt.kinds.folders import MAX_DEPTH, refuse_unless_cache
 from niels_gpt.kinds.kind import Cache, Finding, Limits, MetaDamage, kind_named
 from niels_gpt.kinds.verify import guarded, reader_error, sum_damages
 from niels_gpt.storage.errors import CacheError, CacheNotFound, NotFound
@@ -41,9 +41,11 @@ logger = logging.getLogger(__name__)
 SAMPLED = 64
 """Blocks of large files that a quick look compares, beside the ends of each file where files are few."""
 _JOBS = 8  # requests at once
+_MOST_META_BYTES = 1 << 28  # of all caches that one list shows
 _SHOW_CACHES = (META_NAME, NOTE_NAME, "index/crc32.bin")  # files that only a cache has, or a half of one
 _OF_THE_HUB = frozenset({"README.md", ".gitattributes"})
-_NO_DAMAGE = frozenset({"E501", "E502", "E504", "E612"})  # of this machine, and of a bucket that does not answer
+_NO_DAMAGE = frozenset({"E209", "E501", "E502", "E504", "E612"})
+"""Codes of a wrong argument, of this machine, and of a bucket that does not answer."""
 
 
 @contextmanager
@@ -114,6 +116,10 @@ def caches_at(url: str) -> dict[str, Found]:
                 break
     if not keys:
         raise NotFound(f"{bucket.shown}: no cache below it. Name a folder to which caches were pushed")
+    total = sum(sizes.get(f"{key}/{META_NAME}", 0) for key in keys)
+    if total > _MOST_META_BYTES:
+        found, remedy = f"{len(keys):,} caches with {size_text(total)} of {META_NAME}", "Name a folder in it"
+        raise CacheError(bucket.shown, found, f"at most {size_text(_MOST_META_BYTES)}", remedy, code="E206")
     with ThreadPoolExecutor(_JOBS, thread_name_prefix="list") as executor:
         return dict(zip(keys, executor.map(partial(_found, bucket, sizes), keys), strict=True))
 
@@ -179,9 +185,10 @@ class Verified(NamedTuple):
         return ", ".join(parts)
 
 
-def find_damage_at(url: str, *, deep: bool, progress: Progress | None = None) -> Verified:
+def find_damage_at(url: str, listed: Found | None = None, *, deep: bool, progress: Progress | None = None) -> Verified:
     """Return the damage of the cache at a URL. Keeps no token on the disk.
 
+    listed: of `caches_at`, of a cache that may lack its meta.json.
     Compares meta.json, the sizes of all files and which others are there; indexes and files of up to 1 MiB whole, and
     of all others a sample of blocks. Then the readers open it. deep: reads every file once, and compares its sha256
     and the CRC-32 of each block; of tokens also ids and sentinels, but no counts of tokens with loss.
@@ -189,10 +196,13 @@ def find_damage_at(url: str, *, deep: bool, progress: Progress | None = None) ->
     Raises: ValueError for the URL; NotFound without a meta.json; CacheError E612; E501 without room.
     """
     files: RemoteChecks | None = None
+    if listed is not None and listed.error is not None and listed.error.code == "E204":
+        return Verified([Damage(META_NAME, 0, 0, f"{listed.error.problem}: half a cache, or half a push")], {})
     try:
         with at_hand(url) as folder:
-            if not isinstance(mount := MOUNTED[str(folder)], Mount):
-                raise TypeError(mount)
+            refuse_unless_cache(folder)
+            mount = MOUNTED[str(folder)]
+            assert isinstance(mount, Mount)
             cache = Cache.trusted(folder)
             files = RemoteChecks(mount, cache, progress)
             damages = [_damage(finding, mount.shown) for finding in guarded(_findings(cache, files, deep))]

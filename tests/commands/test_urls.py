@@ -111,6 +111,14 @@ def test_other_kinds_too(tmp_path, build):
             assert remote.json["cache"] == f"file://{tmp_path}/there"
 
 
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_lengths_are_drawn_as_of_the_folder(here, sent, tmp_path, name):
+    pytest.importorskip("matplotlib")
+    for place, file in ((here, "a.png"), (f"file://{sent}", "b.png")):
+        assert niels_gpt("stats", f"{place}/{name}", "--plot", tmp_path / file).status == 0
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
 def test_functions_take_a_url(here, sent):
     assert look.stats_data(f"file://{sent}/sft/oasst1") == look.stats_data(here / "sft/oasst1") | {
         "cache": f"file://{sent}/sft/oasst1"
@@ -121,6 +129,7 @@ def test_functions_take_a_url(here, sent):
     assert found["text"] and found["cache"] == f"file://{sent}/pretrain/roam"
 
 
+@pytest.mark.slow
 def test_a_few_blocks_of_a_large_cache_are_fetched(large, tmp_path, caplog):
     push(large, f"file://{tmp_path}/there")
     caplog.set_level(logging.INFO, "niels_gpt")
@@ -160,6 +169,7 @@ def test_errors_name_the_url(sent, there):
     assert niels_gpt("show", "s3://key:secret@bucket/x").status == 2
 
 
+@pytest.mark.slow
 def test_a_command_that_is_stopped_leaves_nothing(large, tmp_path, leaves_nothing):
     push(large, f"file://{tmp_path}/there")
     words = ["verify", "--deep", *[f"file://{tmp_path}/there"] * 50]
@@ -279,8 +289,22 @@ def test_without_a_meta_json_there_is_no_cache(there):
     shutil.rmtree(there / "pretrain/roam/index")
     (there / "pretrain/roam" / META_NAME).unlink()
     assert niels_gpt("verify", f"file://{there}/pretrain/roam").status == 1
+    (there / "sft/oasst1" / META_NAME).unlink()  # here its index shows that it was one
+    status, found = damages(f"file://{there}/sft/oasst1")
+    assert status == 3 and [each["file"] for each in found] == [META_NAME]
+    done = niels_gpt("verify", f"file://{there}", "--json")
+    assert done.status == 3 and [name for name, found in done.json.items() if found["damages"]] == [
+        f"file://{there}/sft/oasst1"
+    ]
 
 
+def test_a_part_of_a_cache_is_no_damage(sent):
+    with refused("E209"):
+        urls.find_damage_at(f"file://{sent}/pretrain/roam/train", deep=False)
+    assert niels_gpt("verify", f"file://{sent}/pretrain/roam/train").status == 1
+
+
+@pytest.mark.slow
 def test_a_sample_of_blocks_is_compared_and_deep_all_of_them(large, tmp_path):
     url = f"file://{tmp_path}/there"
     push(large, url)
@@ -363,6 +387,7 @@ class TestServer:
 
 
 def test_a_url_of_a_hub_bucket_is_known_and_only_read(here):
+    assert bucket("hf://buckets/team/caches/roam").at(META_NAME) == f"hf://buckets/team/caches/roam/{META_NAME}"
     with pytest.raises(ValueError, match="only read"):
         push(here / "pretrain/roam", "hf://buckets/team/caches/roam")
     with pytest.raises(UsageError, match="local=DIR"):
