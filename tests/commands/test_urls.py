@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 from support import small_builds
-from support.buckets import MARK_NAME, bucket
+from support.buckets import MARK_NAME, before, bucket
 from support.commands import niels_gpt
 from support.disk import META_NAME
 from support.errors import refused
@@ -111,6 +111,7 @@ def test_other_kinds_too(tmp_path, build):
             assert remote.json["cache"] == f"file://{tmp_path}/there"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_lengths_are_drawn_as_of_the_folder(here, sent, tmp_path, name):
     pytest.importorskip("matplotlib")
@@ -296,6 +297,20 @@ def test_without_a_meta_json_there_is_no_cache(there):
     assert done.status == 3 and [name for name, found in done.json.items() if found["damages"]] == [
         f"file://{there}/sft/oasst1"
     ]
+
+
+@pytest.mark.parametrize("deep", [(), ("--deep",)], ids=["quick", "deep"])
+def test_a_cache_that_is_replaced_meanwhile_is_no_damage(there, deep):
+    cache = there / "pretrain/roam"
+
+    def replace(name, *_):
+        if name.startswith("train/"):
+            altered(cache / name)
+            change_meta(cache, dataset_name="another")
+
+    with before("part", replace):
+        done = niels_gpt("verify", f"file://{cache}", *deep)
+    assert done.status == 1 and "E610" in done.err and not done.out
 
 
 def test_a_part_of_a_cache_is_no_damage(sent):
