@@ -21,8 +21,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.buckets import folder as folders
-from niels_gpt.buckets.bucket import Bucket, scheme_of
+from niels_gpt.buckets.bucket import RANGE_BYTES, Bucket, scheme_of
 from niels_gpt.buckets.folder import HALF, PIECES, BoundedFolder, BusyFolderError, opened, read_at, remove
 from niels_gpt.cache.checksums import CRC_DTYPE, covered_files
 from niels_gpt.cache.formats import BLOCK_BYTES, SPLITS, crc32, num_blocks
@@ -57,6 +57,7 @@ MOST_PIECES = 8
 """Neighbours that one request asks for."""
 JOBS = 8
 """Requests at once, of each process."""
+_RANGES = 4  # of a whole file at once
 MAX_BYTES = 10 << 30
 MAX_AHEAD = 256 << 20
 _MOST_COMPARED = 1 << 17  # pieces, of 300 bytes each, whose compared blocks a process keeps
@@ -256,7 +257,7 @@ class Mount:
         for _ in range(2):
             digest, at = hashlib.sha256(), 0
             try:
-                for piece in self._bucket.pieces(name, 0, size):
+                for piece in self._ranges(name, size):
                     os.pwrite(handle, piece, at)
                     digest.update(piece)
                     at += len(piece)
@@ -270,6 +271,21 @@ class Mount:
                 f"arrived with the sha256 {digest.hexdigest()[:12]} ({at:,} of {size:,} bytes), in a second attempt too"
             )
         self.refuse(name, found, f"{record['sha256'][:12]} by its {META_NAME}")
+
+    def _ranges(self, name: str, size: int) -> Iterator[bytes | memoryview]:
+        """Yield a whole file, in order. Of a large one a few ranges are asked for at once."""
+        begins = range(0, size, RANGE_BYTES)
+        if self._bucket.is_local or len(begins) < 2:
+            yield from self._bucket.pieces(name, 0, size)
+            return
+        with ThreadPoolExecutor(_RANGES) as threads:
+            asked = deque[Future[bytes]]()
+            for begin in begins:
+                asked.append(threads.submit(self._bucket.part, name, begin, min(begin + RANGE_BYTES, size)))
+                if len(asked) >= _RANGES:
+                    yield asked.popleft().result()
+            while asked:
+                yield asked.popleft().result()
 
     def refuse(self, name: str, found: str, expected: str = "") -> NoReturn:
         """Raise the error of a file at the URL that is not as it was when the cache was mounted: E610 or E611."""
@@ -336,20 +352,23 @@ class Mount:
         Raises: CacheError E611 if they are not there, E610 if the cache was replaced, E612.
         """
         self._here()
-        try:
-            content = self._bucket.part(name, begin, end)
-        except FileNotFoundError:
-            self.refuse(name, "no such file")
-        self._count(len(content))
-        if len(content) != end - begin:
-            self.refuse(name, f"{len(content):,} bytes arrived of bytes {begin} to {end}")
-        return content
+        found = ""
+        for _ in range(2):
+            try:
+                content = self._bucket.part(name, begin, end)
+            except FileNotFoundError:
+                found = "no such file"
+                continue
+            self._count(len(content))
+            if len(content) == end - begin:
+                return content
+            found = f"{len(content):,} bytes arrived of bytes {begin} to {end}, in a second attempt too"
+        self.refuse(name, found)
 
     def forget(self, name: str, begin: int, end: int) -> None:
         """Remove the pieces of bytes that a reader found damaged from the folder."""
         for piece in range(begin // PIECE_BYTES, -(-end // PIECE_BYTES)):
-            with suppress(FileNotFoundError):
-                os.unlink(self._path(self._numbers[name], piece))
+            remove(self._path(self._numbers[name], piece))
 
     def _path(self, number: int, piece: int) -> Path:
         return self.folder / PIECES / f"{number:x}-{piece:x}"

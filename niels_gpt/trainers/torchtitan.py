@@ -54,7 +54,7 @@ class CacheRows:
     """A cache, and which rows of it a loader gives."""
 
     cache: str
-    """Folder of a cache, or of a split in it."""
+    """Folder or URL of a cache, or of a split in it."""
     split: str | None = None
     """`train` or `val`, where `cache` does not say it."""
     rows: Literal["windows", "documents", "packed", "chats"] = "windows"
@@ -69,6 +69,10 @@ class CacheRows:
     """Of chats: leave out rows without a target."""
     random_offset: bool = False
     """Of windows: see `EpochStream`."""
+    local: str | None = None
+    """Of a URL: the folder here for what is fetched."""
+    max_bytes: str | None = None
+    """Of a URL: most bytes in `local`, such as "50 GiB"."""
 
     def open(self, **arguments: Any) -> Stream[Batch]:
         """Open the stream with the other arguments of its class.
@@ -84,7 +88,15 @@ class CacheRows:
             raise UsageError(
                 f"{self.cache}: rows={self.rows!r} with {', '.join(sorted(extra))}, which they do not have"
             )
-        stream: Stream[Batch] = opener(self.cache, split=self.split, **made, **options, **arguments)
+        stream: Stream[Batch] = opener(
+            self.cache,
+            split=self.split,
+            local=self.local,
+            max_bytes=self.max_bytes,
+            **made,
+            **options,
+            **arguments,
+        )
         return stream
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
@@ -125,6 +126,8 @@ def test_batches_from_a_url_are_those_of_the_folder(tmp_path, form, place):
     assert digests(stream(there)) == digests(stream(here))
     by_shards = [digests(stream(each, order="shards", open_shards=2)) for each in (there, here)]
     assert by_shards[0] == by_shards[1] != digests(stream(here))
+    with refused("E101", "order", "windows"):
+        stream(there, order="windows")
     if form in FORMS[:2]:
         assert there[-1].keys() == here[-1].keys()
         assert there[-1]["target_probs"].equal(here[-1]["target_probs"])
@@ -311,10 +314,13 @@ def test_a_piece_that_is_damaged_in_the_folder_is_fetched_again(tmp_path, form, 
     assert "W611" in [getattr(record, "code", "") for record in caplog.records]
 
 
-def test_a_cache_of_tokens_without_block_checksums_is_refused_still(tmp_path, place):
+def test_a_cache_of_another_kind_is_refused_by_its_url(tmp_path, place):
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "meta.json").write_bytes(meta_bytes({"kind": "other", "shards": {"train": []}}))
-    with refused("E208", "meta.json"):
+    (tmp_path / "c" / "meta.json").write_bytes(meta_bytes({"kind": "other", "files": []}))
+    with refused("E208", f"file://{tmp_path}/c/manifest.json"):
+        CachedEagle3Dataset(f"file://{tmp_path}/c", **place)
+    (tmp_path / "c" / "meta.json").write_bytes(meta_bytes({"kind": "other", "files": [], "shards": {}}))
+    with refused("E208", f"file://{tmp_path}/c/meta.json"):
         CachedEagle3Dataset(f"file://{tmp_path}/c", **place)
 
 
@@ -344,11 +350,28 @@ def test_an_epoch_by_shards_fetches_the_cache_about_once(tmp_path, form, mounts)
     assert digest_of_samples(dataset, [200]) == digest_of_samples(opened(form, cache), [200])
     assert mount.fetched_bytes < 20 * 2 * 65_536 + 7 * MIB  # a sample of half a MiB lies in several pieces
     how = {"order": "shards", "open_shards": 1, "epochs": 1}
+    before = mount.fetched_bytes
+    first = digest(next(iter(stream(dataset, **how))))
+    time.sleep(0.3)
+    assert mount.fetched_bytes - before < 20 * MIB  # a shard, and 4 MiB ahead
     there = digests(stream(dataset, **how))
+    assert first == there[0]
     assert mount.fetched_bytes <= 1.1 * size
     kept = sum(path.stat().st_size for path in (tmp_path / "local").rglob("*") if path.is_file())
     assert kept <= size // 10 + MIB
     assert there == digests(stream(opened(form, cache), **how))
+
+
+@pytest.mark.slow
+def test_large_weights_come_in_ranges_and_must_fit(tmp_path, place, mounts):
+    folder = written(tmp_path / "c", "version 1")
+    weight = torch.randn(1_100_000, 8)
+    write_target_embeddings(folder, weight)
+    dataset = CachedEagle3Dataset(at_memory(sealed(folder), "large/weights"), **place)
+    with refused("E501", "16,777,216", "35,200,088"):
+        read_target_embeddings(dataset.cache_dir)
+    again = CachedEagle3Dataset("memory://large/weights", **{**place, "max_bytes": "48 MiB"})
+    assert read_target_embeddings(again.cache_dir).equal(weight)
 
 
 @pytest.mark.slow
@@ -375,12 +398,33 @@ def test_slots_of_padding_are_not_fetched(tmp_path, place, mounts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["top k", "native"])
-def test_over_a_server(tmp_path, form, place, s3_server):
+def test_over_a_server(tmp_path, form, place, s3_server, mounts):
     cache = written(tmp_path / "c", form)
     name = f"team/eagle3-{form[:3]}"
     fsspec.filesystem("s3").put(str(cache), f"s3://{name}", recursive=True)
     s3_server.delay_s = 0.005
     dataset = opened(form, f"s3://{name}", **place)
     assert digests(stream(dataset)) == digests(stream(opened(form, cache)))
-    s3_server.refuse = 2
+    shutil.rmtree(tmp_path / "local")
+    for mount in mounts():
+        del MOUNTED[str(mount.folder)]
+    s3_server.refuse, s3_server.cut_after = 2, 3_000
     assert digests(stream(opened(form, f"s3://{name}", **place))) == digests(stream(opened(form, cache)))
+    assert s3_server.refuse == 0 and s3_server.cut_after is None
+
+
+@pytest.mark.slow
+def test_a_sample_that_is_altered_on_its_way_is_fetched_again(tmp_path, place, s3_server, caplog):
+    cache = written(tmp_path / "c", "native")
+    fsspec.filesystem("s3").put(str(cache), "s3://team/altered-eagle3", recursive=True)
+    dataset = NativeEagle3Dataset("s3://team/altered-eagle3", **place)
+    content = (cache / "shard-000000.safetensors").read_bytes()
+    answer = b"HTTP/1.1 206 Partial Content\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(content)
+    lies = [answer, content[:-20] + b"?" + content[-19:]]
+
+    def once():
+        return [lies.pop(0) for _ in range(2)] if lies else None
+
+    s3_server.lies = {b"GET /team/altered-eagle3/shard-000000": once}
+    assert digests(stream(dataset)) == digests(stream(NativeEagle3Dataset(cache)))
+    assert not lies and "W611" in [getattr(record, "code", "") for record in caplog.records]

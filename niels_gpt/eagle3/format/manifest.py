@@ -25,7 +25,7 @@ from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.meta_json import parse_object, shortened
-from niels_gpt.storage.mounted import MOUNTED
+from niels_gpt.storage.mounted import MOUNTED, shown
 
 FORMAT_VERSION = 1
 VERSIONS = (1, 2)
@@ -267,7 +267,7 @@ def _no_manifest(path: str) -> FileNotFoundError:
         code, more = "E208", " It is a cache of another kind"
     elif not parts:
         code, more = "E105", f" There is no {'EAGLE-3 cache in this' if os.path.isdir(folder) else 'such'} folder"
-    found = f"EAGLE-3 cache manifest not found at {path}. Was the cache fully written?{more}"
+    found = f"EAGLE-3 cache manifest not found at {shown(path)}. Was the cache fully written?{more}"
     return NotFound(found, code=code)
 
 

@@ -188,8 +188,9 @@ class Shards(ABC, Generic[Mapped]):
         if receipt is None:
             assert self._fetched is not None
             self._fetched.twice(shard, lambda: self.opened(shard))  # compares the header
-            receipt = self._receipts[shard] = self._receipt(shard)
-        assert receipt is not None
+            receipt = self._receipts[shard] = self._receipt(shard) or self._receipt(shard)
+        if receipt is None:  # another process needs all of the folder
+            raise CacheError(receipt_path(self.cache_dir, shard), "removed again while it was read", code="E210")
         if row >= receipt["samples"]:
             where, found = receipt_path(self.cache_dir, shard), f"{receipt['samples']} samples"
             raise CacheError(where, found, f"sample {row} of the shard too", code="E701")
