@@ -1,6 +1,7 @@
 """Streams and readers of caches at a URL serve what the same caches here serve, and have the same states."""
 
 import json
+import pickle
 import shutil
 from itertools import islice
 
@@ -214,6 +215,37 @@ def test_groups_of_rollouts_are_the_same(here, there):
         assert one.id == other.id and repr(one.samples) == repr(other.samples)
         assert torch.equal(mine.forest(group).input_ids, theirs.forest(group).input_ids)
     assert [group.id for group in islice(theirs, 40)] == [group.id for group in islice(mine, 40)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["windows", "packed chats", "mixture with one that is here"])
+def test_adapters_of_trainers_take_such_a_stream_as_any_other(here, there, tmp_path, kind):
+    """Their workers get a pickled copy, which has the URL and not the process's folder."""
+    transformers = pytest.importorskip("transformers")
+    adapter = pytest.importorskip("niels_gpt.trainers.transformers", exc_type=ImportError)
+    how = {"max_steps": 3, "per_device_train_batch_size": 6, "train_sampling_strategy": "sequential", "use_cpu": True}
+    settings = transformers.TrainingArguments(str(tmp_path / "run"), report_to=[], **how)
+    mine, theirs = (adapter.as_rows(opened(kind, at, here), settings)[0] for at in (At(here), there))
+    theirs = pickle.loads(pickle.dumps(theirs))
+    for index in range(18):
+        one, other = mine[index], theirs[index]
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["windows", "packed chats", "mixture with one that is here"])
+def test_grain_takes_such_a_stream_as_any_other(here, there, kind):
+    pytest.importorskip("grain")
+    from niels_gpt.trainers.grain import StreamDataset, StreamSource
+
+    mine, theirs = (StreamSource(opened(kind, at, here)) for at in (At(here), there))
+    theirs = pickle.loads(pickle.dumps(theirs))
+    for number in range(9):
+        assert mine[number]["input_ids"].tolist() == theirs[number]["input_ids"].tolist()
+    mine, theirs = (iter(StreamDataset(opened(kind, at, here))) for at in (At(here), there))
+    for _ in range(2):
+        assert next(mine)["labels"].tolist() == next(theirs)["labels"].tolist()
+    assert mine.get_state() == theirs.get_state()
 
 
 # --- what is fetched --------------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ def main(folder, caches, workers, *local):
         found = json.loads(saved.read_text())
         first = found["step"] + 1
         stream.load_state_dict(found["state"])
-    batches = iter(DataLoader(stream, batch_size=None, num_workers=int(workers)))
+    start = "spawn" if int(workers) == 1 else None  # a pickled copy mounts the URL itself; a fork has the mount
+    batches = iter(DataLoader(stream, batch_size=None, num_workers=int(workers), multiprocessing_context=start))
     for number, batch in enumerate(islice(batches, STEPS - first + 1), first):
         log.step(number, [[batch.x, batch.y]], 0.0, 1)
         if log.rank == 0 and number % 3 == 0:
