@@ -56,7 +56,7 @@ PIECE_BYTES = 1 << 20
 MOST_PIECES = 8
 """Neighbours that one request asks for."""
 JOBS = 8
-"""Requests at once, of each process."""
+"""Requests at once that fetch ahead, of each cache in a process."""
 _RANGES = 4  # of a whole file at once
 _LEAST_SHARE_PADDED = 1 << 16  # of shards of EAGLE-3 on a disk: their padding is holes
 MAX_BYTES = 10 << 30

@@ -262,10 +262,10 @@ def _verified(urls: Iterable[str], errors: dict[str, Exception], *, deep: bool) 
     found: dict[str, Verified] = {}
     for url in urls:
         try:
-            for key in caches_at(url):
+            for key, listed in caches_at(url).items():
                 cache = f"{url.rstrip('/')}/{key}".rstrip("/")
                 with progress_bar(escaped(cache), unit="B", items="files") as progress:
-                    found[cache] = find_damage_at(cache, deep=deep, progress=progress)
+                    found[cache] = find_damage_at(cache, listed, deep=deep, progress=progress)
                 say(f"{damage_lines(cache, found[cache].damages)}\n  {found[cache]}")
         except (CacheError, OSError) as error:
             errors[url] = error
