@@ -155,7 +155,7 @@ class BoundedFolder:
         """
         found, total, arriving = list[tuple[int, int, Path]](), 0, 0
         for mount in self._mounts():
-            with suppress(FileNotFoundError):  # somebody removed it
+            with suppress(OSError):  # somebody removed or moved it
                 for _, names, about in walked(mount):
                     name = "/".join(names)
                     if stat.S_ISREG(about.st_mode):
@@ -178,6 +178,7 @@ class BoundedFolder:
                 for entry in entries
                 if MOUNT_NAME.fullmatch(entry.name)
                 and entry.is_dir(follow_symlinks=False)
+                and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
                 and os.path.isdir(os.path.join(entry.path, PIECES))
             ]
 

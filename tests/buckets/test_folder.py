@@ -294,6 +294,30 @@ def test_a_lock_of_a_stopped_process_is_waited_for_and_then_left(cache, local, w
     assert "0 s" in caplog.text
 
 
+def test_a_piece_for_which_there_is_no_room_beside_what_is_on_its_way_is_served_and_not_kept(cache, local):
+    split = opened(cache, local, max_bytes="16 MiB")
+    folder, handles = only_mount().folder / ".pieces", []
+    for number in range(16):
+        handles.append(hold(folder / f"99-{number:x}.half"))
+        os.ftruncate(handles[-1], PIECE_BYTES)
+    (local / "used").write_bytes(b"unknown")
+    assert (split.stream(0, 10) == PretrainSplit(cache, split="train").stream(0, 10)).all()
+    assert not [name for name in pieces(local) if not name.endswith(".half")]
+    for handle in handles:
+        os.close(handle)
+    split.stream(0, 10)
+    assert [name for name in pieces(local) if not name.endswith(".half")] == ["0-0"]
+
+
+def test_an_old_folder_of_another_program_with_such_a_name_stays(large, local):
+    opened(large, local, max_bytes="16 MiB")
+    (local / "mine-0123456789ab").mkdir()
+    (local / "mine-0123456789ab" / "work").write_bytes(bytes(17 << 20))
+    (local / "used").write_bytes(b"unknown")
+    opened(large, local, max_bytes="16 MiB").stream(0, 10)
+    assert (local / "mine-0123456789ab" / "work").stat().st_size == 17 << 20
+
+
 def test_what_a_killed_process_left_is_overwritten(cache, local):
     opened(cache, local)
     folder = only_mount().folder / ".pieces"
