@@ -195,6 +195,7 @@ def test_loaders_take_a_url(tmp_path, form, place):
         opened(form, url, **place).__getitems__([0, 11])
 
 
+@pytest.mark.slow
 def test_a_mixture_of_caches_at_urls_and_of_a_folder(tmp_path, place):
     caches = [written(tmp_path / name, "native", seed) for seed, name in enumerate("ab")]
     urls = [NativeEagle3Dataset(f"file://{cache}", **place) for cache in caches]
