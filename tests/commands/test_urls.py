@@ -111,6 +111,13 @@ def test_other_kinds_too(tmp_path, build):
             assert remote.json["cache"] == f"file://{tmp_path}/there"
 
 
+def test_diff_takes_urls(here, sent):
+    assert niels_gpt("diff", f"file://{sent}/sft/oasst1", here / "sft/oasst1").status == 0
+    words = "diff", here / "pretrain/wikitext"
+    local, remote = (niels_gpt(*words, f"{place}/pretrain/roam") for place in (here, f"file://{sent}"))
+    assert remote.status == local.status == 1 and remote.out == local.out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_lengths_are_drawn_as_of_the_folder(here, sent, tmp_path, name):
