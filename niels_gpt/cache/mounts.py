@@ -178,11 +178,13 @@ class Mount:
         MOUNTED[str(self.folder)] = self
 
     def _check_names(self, where: str) -> None:
-        """Raise CacheError E202 for names that cannot all be files of one folder, beside its pieces."""
+        """Raise CacheError E202 for names that cannot all be files of one folder, beside its pieces, and huge files."""
         folders = {str(parent) for name in self.records for parent in Path(name).parents}
         for name in self.records:
             if name in folders or name.split("/")[0] == PIECES or name.endswith(HALF):
                 raise wrong_value(where, "a file's name", name, "a name beside all others")
+            if int(self.records[name]["bytes"]) >= PIECE_BYTES << 32:  # the numbers of pieces have 32 bits
+                raise wrong_value(where, f"{name}: bytes", self.records[name]["bytes"], "below 4 PiB")
 
     def _begin(self, bucket: Bucket | None = None) -> None:
         """Make what no other process has."""
