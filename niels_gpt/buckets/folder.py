@@ -41,6 +41,7 @@ _SLACK = 16  # an eviction makes a sixteenth of the folder free, because it list
 _RENEWED_NS = 10_000_000_000  # a piece that is read this soon again keeps its time
 _SETTLED_NS = 100_000_000  # more than the step of the times of files
 _OWN = "Name a folder that only these runs write to: local=DIR"
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EACCES)
 _KEPT = (META_NAME, "index/crc32.bin")  # small, and needed to compare all others
 
 
@@ -250,8 +251,10 @@ def opened(path: str | Path, size: int) -> tuple[int, tuple[int, int] | None] | 
     """
     try:
         handle = os.open(path, os.O_RDONLY | NO_LINK)
-    except OSError:
-        return None
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return None
+        raise  # as of too many open files: who asks would ask again and again
     about, now = os.fstat(handle), time.time_ns()
     if not stat.S_ISREG(about.st_mode) or about.st_size != size:
         os.close(handle)

@@ -7,6 +7,7 @@ module opens files itself instead of through a reader, so that a cache that read
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,13 +18,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.checksums import BlockSums
-from niels_gpt.cache.formats import OFFSET_DTYPE, Ids, flat_targets, has_loss_bits, target_mask, token_dtype_of
+from niels_gpt.cache.formats import (
+    OFFSET_DTYPE,
+    Ids,
+    flat_targets,
+    has_loss_bits,
+    npy_header,
+    target_mask,
+    token_dtype_of,
+)
 from niels_gpt.cache.loss_bits import LossBits, bits_path
 from niels_gpt.cache.meta import recorded_bytes, special_id
 from niels_gpt.cache.mmap import FetchedItems, load_idx, mmap_tokens, token_files
+from niels_gpt.display.numbers import size_text
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, id_of_line
 from niels_gpt.storage.meta_json import open_regular, path_inside
+from niels_gpt.storage.mounted import shown
+
+logger = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 2**16
 """Tokens whose loss is counted at once: its masks fit a core's cache."""
@@ -48,6 +61,31 @@ def bounds(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
     if starts[-1] != total:
         raise CacheError(path, f"ends at token {starts[-1]}", f"{total} by {META_NAME}", REBUILD, code="E201")
     return starts
+
+
+def example_bounds(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64] | FetchedBounds:
+    """Return `bounds` of an sft split; at a URL in blocks, without a look at all of them."""
+    sums, total, index = BlockSums(cache, meta), int(meta["totals"][f"{split}_tokens"]), meta["index"]
+    if sums.mount is None or not total:
+        return bounds(cache, meta, split)
+    path = path_inside(cache, f"{split}_idx.npy")
+    items = FetchedItems(token_files([(path, index[split]["bytes"])], sums, dtype=OFFSET_DTYPE))
+    return FetchedBounds(items, len(npy_header(0)) // OFFSET_DTYPE.itemsize, total)
+
+
+class FetchedBounds:
+    """The bounds of a split in a .npy file at a URL: those that are asked for are fetched."""
+
+    def __init__(self, items: FetchedItems, first: int, total: int) -> None:
+        """items: of the whole file. first: item of the first start. total: tokens of the split."""
+        self._items, self._first, self._total = items, first, total
+
+    def __len__(self) -> int:
+        return len(self._items) - self._first + 1
+
+    def __getitem__(self, number: int) -> int:
+        at = self._first + number
+        return self._total if number == len(self) - 1 else int(self._items[at : at + 1][0])
 
 
 def lengths(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
@@ -135,6 +173,9 @@ def _loss_reader(cache: Path, meta: dict[str, Any], split: str) -> Callable[[NDA
     if has_loss_bits(meta):
         bits = open_bits(cache, meta, split, len(tokens))
         return lambda edges: bits.flat(edges[:1], edges[-1:])
+    if isinstance(tokens, FetchedItems):
+        size = size_text(meta["shards"][split][0]["bytes"])
+        logger.info("%s: the loss of %s is counted, which fetches %s of tokens", shown(cache), split, size)
     asst_id, eot_id = (special_id(cache, meta, name) for name in ("asst", "eot"))
 
     def by_sentinels(edges: NDArray[np.int64]) -> NDArray[np.bool_]:

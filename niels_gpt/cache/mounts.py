@@ -56,8 +56,9 @@ PIECE_BYTES = 1 << 20
 MOST_PIECES = 8
 """Neighbours that one request asks for."""
 JOBS = 8
-"""Requests at once, of each process."""
+"""Requests at once that fetch ahead, of each cache in a process."""
 _RANGES = 4  # of a whole file at once
+_LEAST_SHARE_PADDED = 1 << 16  # of shards of EAGLE-3 on a disk: their padding is holes
 MAX_BYTES = 10 << 30
 MAX_AHEAD = 256 << 20
 _MOST_COMPARED = 1 << 17  # pieces, of 300 bytes each, whose compared blocks a process keeps
@@ -184,6 +185,8 @@ class Mount:
     def _begin(self, bucket: Bucket | None = None) -> None:
         """Make what no other process has."""
         self._bucket = bucket or Bucket(self.url)
+        if not self._has_sums:
+            self._bucket.least_share = _LEAST_SHARE_PADDED
         self._lock, self._whole_lock, self._wake = threading.RLock(), threading.RLock(), threading.Condition()
         self._compared: dict[int, tuple[tuple[int, int], int]] = {}  # of a piece: which file, and a bit for each block
         self._arriving: dict[int, Future[bytes | None]] = {}

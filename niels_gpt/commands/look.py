@@ -135,7 +135,8 @@ def stats(cache: Path | str, plot: Path | None, local: Path | None) -> Result:
 @command(
     "show",
     "Print a piece of a cache as text: a chat with its loss mask, a group of rollouts, or tokens.",
-    examples="niels-gpt show cache/sft/oasst1 --split val --at 3",
+    examples="""niels-gpt show cache/sft/oasst1 --split val --at 3
+niels-gpt show s3://BUCKET/wikitext --at 1000      fetches what it shows""",
 )
 @_CACHE
 @option("--split", type=_SPLIT, default="train", help="split to read")
@@ -172,17 +173,19 @@ def show(
     "Compare the settings and documents of two caches.\n\nThe exit code is 1 if they differ.",
     examples="niels-gpt diff cache/sft/oasst1 OTHER/sft/oasst1",
 )
-@argument("a", type=FOLDER, help="folder of a cache, or of one of its versions")
-@argument("b", type=FOLDER, help="folder of a cache, or of one of its versions")
+@argument("a", type=PATH_OR_URL, help="folder of a cache, or of one of its versions; or a URL")
+@argument("b", type=PATH_OR_URL, help="folder of a cache, or of one of its versions; or a URL")
 @option("--limit", type=int, default=10, metavar="N", help="name at most N documents for each kind of difference")
-def diff(a: Path, b: Path, limit: int) -> Result:
+def diff(a: Path | str, b: Path | str, limit: int) -> Result:
     """Compare two caches."""
     from niels_gpt.commands.report import difference_lines
     from niels_gpt.kinds.diff import diff, is_equal
     from niels_gpt.kinds.folders import open_cache
     from niels_gpt.kinds.look import tokenizer_for
 
-    found = diff(a, b, tokenizers=[tokenizer_for(open_cache(cache)) for cache in (a, b)], limit=limit)
+    first, second = (_at_hand(cache, None) for cache in (a, b))
+    tokenizers = [tokenizer_for(open_cache(cache)) for cache in (first, second)]
+    found = diff(first, second, tokenizers=tokenizers, limit=limit)
     say(difference_lines(found))
     return Result(found, ExitCode.GOOD if is_equal(found) else ExitCode.FAILED)
 
@@ -219,7 +222,8 @@ def locate(
 @command(
     "verify",
     "Check caches for damage; names each damaged file and its bytes.",
-    examples="niels-gpt verify cache --deep",
+    examples="""niels-gpt verify cache --deep
+niels-gpt verify s3://BUCKET/wikitext      all sizes, and a sample of blocks""",
 )
 @argument("path", type=PATH_OR_URL, nargs=-1, required=True, help="a cache, or a folder of caches; paths or URLs")
 @option("--deep", is_flag=True, help="read all bytes: checks checksums, ids, offsets and loss masks")
@@ -262,10 +266,10 @@ def _verified(urls: Iterable[str], errors: dict[str, Exception], *, deep: bool) 
     found: dict[str, Verified] = {}
     for url in urls:
         try:
-            for key in caches_at(url):
+            for key, listed in caches_at(url).items():
                 cache = f"{url.rstrip('/')}/{key}".rstrip("/")
                 with progress_bar(escaped(cache), unit="B", items="files") as progress:
-                    found[cache] = find_damage_at(cache, deep=deep, progress=progress)
+                    found[cache] = find_damage_at(cache, listed, deep=deep, progress=progress)
                 say(f"{damage_lines(cache, found[cache].damages)}\n  {found[cache]}")
         except (CacheError, OSError) as error:
             errors[url] = error

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from niels_gpt.cache.formats import BLOCK_BYTES, crc32, num_blocks
 from niels_gpt.cache.mounts import PIECE_BYTES, Mount, mounted, parsed_meta
 from niels_gpt.display.numbers import many, number_of, size_text
 from niels_gpt.kinds.files import Damage, FileChecks, Record
-from niels_gpt.kinds.folders import MAX_DEPTH
+from niels_gpt.kinds.folders import MAX_DEPTH, refuse_unless_cache
 from niels_gpt.kinds.kind import Cache, Finding, Limits, MetaDamage, kind_named
 from niels_gpt.kinds.verify import guarded, reader_error, sum_damages
 from niels_gpt.storage.errors import CacheError, CacheNotFound, NotFound
@@ -41,9 +41,12 @@ logger = logging.getLogger(__name__)
 SAMPLED = 64
 """Blocks of large files that a quick look compares, beside the ends of each file where files are few."""
 _JOBS = 8  # requests at once
+_MOST_WHOLE = 1 << 26  # bytes of small files that a quick look reads whole
+_MOST_META_BYTES = 1 << 28  # of all caches that one list shows
 _SHOW_CACHES = (META_NAME, NOTE_NAME, "index/crc32.bin")  # files that only a cache has, or a half of one
 _OF_THE_HUB = frozenset({"README.md", ".gitattributes"})
-_NO_DAMAGE = frozenset({"E501", "E502", "E504", "E612"})  # of this machine, and of a bucket that does not answer
+_NO_DAMAGE = frozenset({"E209", "E501", "E502", "E504", "E610", "E612"})
+"""Codes of a wrong argument, of this machine, and of a bucket that does not answer."""
 
 
 @contextmanager
@@ -114,6 +117,10 @@ def caches_at(url: str) -> dict[str, Found]:
                 break
     if not keys:
         raise NotFound(f"{bucket.shown}: no cache below it. Name a folder to which caches were pushed")
+    total = sum(sizes.get(f"{key}/{META_NAME}", 0) for key in keys)
+    if total > _MOST_META_BYTES:
+        found, remedy = f"{len(keys):,} caches with {size_text(total)} of {META_NAME}", "Name a folder in it"
+        raise CacheError(bucket.shown, found, f"at most {size_text(_MOST_META_BYTES)}", remedy, code="E206")
     with ThreadPoolExecutor(_JOBS, thread_name_prefix="list") as executor:
         return dict(zip(keys, executor.map(partial(_found, bucket, sizes), keys), strict=True))
 
@@ -179,25 +186,33 @@ class Verified(NamedTuple):
         return ", ".join(parts)
 
 
-def find_damage_at(url: str, *, deep: bool, progress: Progress | None = None) -> Verified:
+def find_damage_at(url: str, listed: Found | None = None, *, deep: bool, progress: Progress | None = None) -> Verified:
     """Return the damage of the cache at a URL. Keeps no token on the disk.
 
+    listed: of `caches_at`, of a cache that may lack its meta.json.
     Compares meta.json, the sizes of all files and which others are there; indexes and files of up to 1 MiB whole, and
     of all others a sample of blocks. Then the readers open it. deep: reads every file once, and compares its sha256
     and the CRC-32 of each block; of tokens also ids and sentinels, but no counts of tokens with loss.
     progress: called with files, bytes read, and bytes to read in all.
-    Raises: ValueError for the URL; NotFound without a meta.json; CacheError E612; E501 without room.
+    Raises: ValueError for the URL; NotFound without a meta.json; CacheError E610 if the cache was replaced meanwhile,
+        E612; E501 without room.
     """
     files: RemoteChecks | None = None
+    if listed is not None and listed.error is not None and listed.error.code == "E204":
+        return Verified([Damage(META_NAME, 0, 0, f"{listed.error.problem}: half a cache, or half a push")], {})
     try:
         with at_hand(url) as folder:
-            if not isinstance(mount := MOUNTED[str(folder)], Mount):
-                raise TypeError(mount)
+            refuse_unless_cache(folder)
+            mount = MOUNTED[str(folder)]
+            assert isinstance(mount, Mount)
             cache = Cache.trusted(folder)
             files = RemoteChecks(mount, cache, progress)
             damages = [_damage(finding, mount.shown) for finding in guarded(_findings(cache, files, deep))]
             if files.failure is not None:
                 raise files.failure
+            if damages and Bucket(url).read(META_NAME, MAX_JSON_BYTES) != mount.raw:
+                found = "the cache was replaced while it was verified"
+                raise CacheError(mount.shown, found, remedy="Verify it again", code="E610")
             return Verified([*dict.fromkeys(damages)], files.compared)
     except MetaDamage as error:
         return Verified([error.damage], {})
@@ -245,9 +260,10 @@ class RemoteChecks(FileChecks):
     def __init__(self, mount: Mount, cache: Cache, progress: Progress | None = None) -> None:
         """mount: of the cache."""
         super().__init__(cache.folder, cache.meta, cache.kind.content_sha256, progress)
-        self._mount, self._bucket, self._is_small = mount, Bucket(mount.url), cache.kind.is_small
+        self._mount, self._bucket = mount, Bucket(mount.url)
         self._sizes = self._bucket.sizes()
-        self._indexes = {record["name"] for record in self.meta.get("index", {}).values()}
+        indexes = {record["name"] for record in self.meta.get("index", {}).values()}
+        self._kept = indexes | set(filter(cache.kind.is_opened_whole, self._sizes))
         self.failure: CacheError | None = None
         """Why the bucket does not answer, which is no damage."""
         self.compared = {"files": len(self.records), "files_whole": 0, "files_by_size": 0}
@@ -272,19 +288,20 @@ class RemoteChecks(FileChecks):
             if name not in known and not name.endswith("/"):  # tools make objects for folders
                 yield Damage(printable(name), 0, size, f"a file that the cache's {META_NAME} does not name")
 
-    def _is_kept(self, record: Record) -> bool:
-        """Return whether a file is read from the folder: small, or what readers open whole."""
-        return self._is_small or record["bytes"] <= PIECE_BYTES or record["name"] in self._indexes
-
     def read(self, record: Record, scans: Any = ()) -> list[Damage]:
-        """Compare the sha256 of a file, and feed its bytes to the scans."""
+        """Compare the sha256 of a file, and feed its bytes to the scans. One that differs is read once more."""
         self.compared["files_whole"] += 1
-        return super().read(record, scans)
+        damages = super().read(record, scans)
+        if damages and self.failure is None and record["name"] in self.readable:
+            again = super().read(record)
+            said = "in a second attempt too" if again else "but not in a second attempt: the connection is at fault"
+            return [each._replace(problem=f"{each.problem}, {said}") for each in again or damages]
+        return damages
 
     def pieces(self, record: Record) -> Iterator[memoryview]:
         """Yield the bytes of a file, several ranges of which are on their way at once."""
         try:
-            if self._is_kept(record):
+            if record["name"] in self._kept:
                 try:
                     self._mount.arrive(record["name"])
                 except CacheError as error:
@@ -333,9 +350,12 @@ class RemoteChecks(FileChecks):
 
     def sampled_damages(self) -> Iterator[Damage]:
         """Compare what is small, and what readers open whole, whole; and a sample of the blocks of all other files."""
-        large = [record for record in self.readable.values() if not self._is_kept(record)]
-        whole = [record for record in self.readable.values() if self._is_kept(record)]
-        summed = [record for record in large if record["name"] in self._stored]
+        small = {record["name"] for record in self.readable.values() if record["bytes"] <= PIECE_BYTES}
+        if sum(self._sizes[name] for name in small) > _MOST_WHOLE:
+            small -= self._stored.keys()
+        whole = [record for record in self.readable.values() if record["name"] in self._kept | small]
+        large = [record for record in self.readable.values() if record["name"] not in self._kept | small]
+        summed = [record for record in large if record["name"] in self._stored and record["bytes"]]
         self.compared["files_by_size"] = len(large) - len(summed)
         self.compared["blocks"] = sum(num_blocks(record["bytes"]) for record in summed)
         chosen = _sample([num_blocks(record["bytes"]) for record in summed])
@@ -361,10 +381,12 @@ class RemoteChecks(FileChecks):
         record, block = wanted
         begin = block * BLOCK_BYTES
         end, crc = min(begin + BLOCK_BYTES, record["bytes"]), int(self._stored[record["name"]][1][block])
-        return any(
-            len(content := self._bucket.part(record["name"], begin, end)) == end - begin and crc32(content) == crc
-            for _ in range(2)
-        )
+        with suppress(FileNotFoundError):  # it was listed, and went
+            return any(
+                len(content := self._bucket.part(record["name"], begin, end)) == end - begin and crc32(content) == crc
+                for _ in range(2)
+            )
+        return False
 
 
 def _sample(counts: list[int]) -> list[tuple[int, int]]:

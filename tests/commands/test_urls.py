@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 from support import small_builds
-from support.buckets import MARK_NAME, bucket
+from support.buckets import MARK_NAME, before, bucket
 from support.commands import niels_gpt
 from support.disk import META_NAME
 from support.errors import refused
@@ -111,6 +111,22 @@ def test_other_kinds_too(tmp_path, build):
             assert remote.json["cache"] == f"file://{tmp_path}/there"
 
 
+def test_diff_takes_urls(here, sent):
+    assert niels_gpt("diff", f"file://{sent}/sft/oasst1", here / "sft/oasst1").status == 0
+    words = "diff", here / "pretrain/wikitext"
+    local, remote = (niels_gpt(*words, f"{place}/pretrain/roam") for place in (here, f"file://{sent}"))
+    assert remote.status == local.status == 1 and remote.out == local.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_lengths_are_drawn_as_of_the_folder(here, sent, tmp_path, name):
+    pytest.importorskip("matplotlib")
+    for place, file in ((here, "a.png"), (f"file://{sent}", "b.png")):
+        assert niels_gpt("stats", f"{place}/{name}", "--plot", tmp_path / file).status == 0
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
 def test_functions_take_a_url(here, sent):
     assert look.stats_data(f"file://{sent}/sft/oasst1") == look.stats_data(here / "sft/oasst1") | {
         "cache": f"file://{sent}/sft/oasst1"
@@ -121,6 +137,7 @@ def test_functions_take_a_url(here, sent):
     assert found["text"] and found["cache"] == f"file://{sent}/pretrain/roam"
 
 
+@pytest.mark.slow
 def test_a_few_blocks_of_a_large_cache_are_fetched(large, tmp_path, caplog):
     push(large, f"file://{tmp_path}/there")
     caplog.set_level(logging.INFO, "niels_gpt")
@@ -160,6 +177,7 @@ def test_errors_name_the_url(sent, there):
     assert niels_gpt("show", "s3://key:secret@bucket/x").status == 2
 
 
+@pytest.mark.slow
 def test_a_command_that_is_stopped_leaves_nothing(large, tmp_path, leaves_nothing):
     push(large, f"file://{tmp_path}/there")
     words = ["verify", "--deep", *[f"file://{tmp_path}/there"] * 50]
@@ -279,8 +297,36 @@ def test_without_a_meta_json_there_is_no_cache(there):
     shutil.rmtree(there / "pretrain/roam/index")
     (there / "pretrain/roam" / META_NAME).unlink()
     assert niels_gpt("verify", f"file://{there}/pretrain/roam").status == 1
+    (there / "sft/oasst1" / META_NAME).unlink()  # here its index shows that it was one
+    status, found = damages(f"file://{there}/sft/oasst1")
+    assert status == 3 and [each["file"] for each in found] == [META_NAME]
+    done = niels_gpt("verify", f"file://{there}", "--json")
+    assert done.status == 3 and [name for name, found in done.json.items() if found["damages"]] == [
+        f"file://{there}/sft/oasst1"
+    ]
 
 
+@pytest.mark.parametrize("deep", [(), ("--deep",)], ids=["quick", "deep"])
+def test_a_cache_that_is_replaced_meanwhile_is_no_damage(there, deep):
+    cache = there / "pretrain/roam"
+
+    def replace(name, *_):
+        if name.startswith("train/"):
+            altered(cache / name)
+            change_meta(cache, dataset_name="another")
+
+    with before("part", replace):
+        done = niels_gpt("verify", f"file://{cache}", *deep)
+    assert done.status == 1 and "E610" in done.err and not done.out
+
+
+def test_a_part_of_a_cache_is_no_damage(sent):
+    with refused("E209"):
+        urls.find_damage_at(f"file://{sent}/pretrain/roam/train", deep=False)
+    assert niels_gpt("verify", f"file://{sent}/pretrain/roam/train").status == 1
+
+
+@pytest.mark.slow
 def test_a_sample_of_blocks_is_compared_and_deep_all_of_them(large, tmp_path):
     url = f"file://{tmp_path}/there"
     push(large, url)
@@ -363,6 +409,7 @@ class TestServer:
 
 
 def test_a_url_of_a_hub_bucket_is_known_and_only_read(here):
+    assert bucket("hf://buckets/team/caches/roam").at(META_NAME) == f"hf://buckets/team/caches/roam/{META_NAME}"
     with pytest.raises(ValueError, match="only read"):
         push(here / "pretrain/roam", "hf://buckets/team/caches/roam")
     with pytest.raises(UsageError, match="local=DIR"):

@@ -1,4 +1,4 @@
-"""A real S3 server on 127.0.0.1, moto's, behind a small proxy that cuts, delays, limits and answers 503."""
+"""A real S3 server on 127.0.0.1, moto's, behind a small proxy that cuts, alters, delays, limits and answers 503."""
 
 import os
 import socket
@@ -22,6 +22,8 @@ class S3Server:
         """Requests that are answered with 503."""
         self.cut_after = None
         """Bytes of answers until a connection ends."""
+        self.alter = 0
+        """Parts of large answers in which a bit is changed."""
         self.delay_s = 0.0
         """Before each request."""
         self.bytes_per_s = None
@@ -51,7 +53,8 @@ class S3Server:
         self._process.wait()
 
     def clear_faults(self):
-        self.refuse, self.cut_after, self.delay_s, self.bytes_per_s, self.lies = 0, None, 0.0, None, {}
+        self.refuse, self.alter, self.delay_s, self.lies = 0, 0, 0.0, {}
+        self.cut_after = self.bytes_per_s = None
 
     def make_bucket(self, name):
         request = urllib.request.Request(f"http://127.0.0.1:{self._port}/{name}", method="PUT")
@@ -104,6 +107,9 @@ class S3Server:
                         self.cut_after = None
                         break
                     self.cut_after -= len(content)
+                if self.alter > 0 and len(content) > 10_000:
+                    self.alter -= 1
+                    content = content[:-1] + bytes([content[-1] ^ 1])
                 self._wait_for_line(len(content))
                 client.sendall(content)
         _end(client, server)

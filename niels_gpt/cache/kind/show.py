@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.checksums import BlockSums
-from niels_gpt.cache.documents import bounds, ids_at, mask_of, source_id, tokens_of
+from niels_gpt.cache.documents import bounds, example_bounds, ids_at, mask_of, source_id, tokens_of
 from niels_gpt.cache.formats import SPLITS, Ids, token_dtype_of
 from niels_gpt.cache.meta import check_tokenizer, sentinel_names
 from niels_gpt.display.decoded import Decoder, decoded_text, is_special_token, runs
@@ -116,7 +116,7 @@ def _window(
 
 
 def _example(folder: Path, meta: dict[str, Any], split: str, row: int) -> tuple[Ids, NDArray[np.bool_], dict[str, Any]]:
-    starts = bounds(folder, meta, split)
+    starts = example_bounds(folder, meta, split)
     _check(row, len(starts) - 1, f"examples in {split}")
     ids = tokens_of(folder, meta, split)[starts[row] : starts[row + 1]]
     mask = mask_of(folder, meta, split, int(starts[row]), ids)
