@@ -26,8 +26,8 @@ from niels_gpt.storage.meta_json import checked_int
 Order = Literal["all", "shards"]
 """How an epoch is shuffled: over the whole split, or over a few shards at a time."""
 STRETCH_TOKENS = 1 << 23
-"""Tokens of a stretch. The row at its end needs a token of the next one, so a MiB may be fetched twice: of 16 MiB, by 16
-bits a token, that is 6 % at most, and half as long ones would have 13 %."""
+"""Tokens of a stretch. The row at its end needs a token of the next one, so a MiB may be fetched twice: of 16 MiB, with
+ids of 16 bits, that is 6 % at most, and half as long ones would have 13 %."""
 STRETCHES = 1 << 16
 OPEN_SHARDS = 16
 
