@@ -142,9 +142,8 @@ def _found(bucket: Bucket, sizes: dict[str, int], key: str) -> Found:
     if raw is None:
         is_half = start + NOTE_NAME in sizes
         found = "a push has not ended" if is_half else "no such file, beside files of a cache"
-        remedy = (
-            f"Push it again, which resumes: {push_command(bucket.at(key))}" if is_half else "Push it to another URL"
-        )
+        again = f"Push it again, which resumes: {push_command(bucket.at(key))}"
+        remedy = again if is_half else "Push it to another URL"
         return Found(None, CacheError(bucket.at(start + META_NAME), found, remedy=remedy, code="E204"), is_half)
     try:
         meta = parsed_meta(raw, bucket.at(start + META_NAME))
