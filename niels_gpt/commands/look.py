@@ -231,6 +231,7 @@ def verify(path: tuple[Path | str, ...], deep: bool) -> Result:
     """Check caches."""
     from niels_gpt.commands.report import damage_lines
     from niels_gpt.kinds.folders import caches_of
+    from niels_gpt.kinds.urls import push_command
     from niels_gpt.kinds.verify import find_damage
     from niels_gpt.recipes.records import TOKENIZER_KEY
 
@@ -253,8 +254,9 @@ def verify(path: tuple[Path | str, ...], deep: bool) -> Result:
     if damaged:
         first = next((cache for cache in damaged if cache.name == TOKENIZER_KEY), damaged[0])  # what builds need
         return Result(found, ExitCode.DAMAGED, _remedy(first, found[str(first)][0]))
-    if bad := next((url for url, verified in urls.items() if verified.damages), ""):
-        return Result(found, ExitCode.DAMAGED, shlex.join(["niels-gpt", "push", "CACHE", bad, "--check"]))
+    if bad := {url: verified for url, verified in urls.items() if verified.damages}:
+        mended = next((url for url, verified in bad.items() if verified.is_mended_by_push), None)
+        return Result(found, ExitCode.DAMAGED, "" if mended is None else push_command(mended))
     return Result(found, ExitCode.FAILED if errors else ExitCode.GOOD)
 
 

@@ -133,6 +133,19 @@ def test_batches_from_a_url_are_those_of_the_folder(tmp_path, form, place):
         assert there[-1]["target_probs"].equal(here[-1]["target_probs"])
 
 
+def test_the_order_by_shards_is_as_documented(tmp_path):
+    fields = write_cache(tmp_path / "c", samples=11, shard_size=3)
+    numbers = {states.numpy().tobytes(): number for number, states in enumerate(fields["aux_hidden_states"])}
+    how = {"global_batch_size": 1, "seed": 5, "epochs": 3, "order": "shards", "open_shards": 3}
+    batches = Eagle3Stream(CachedEagle3Dataset(tmp_path / "c"), **how)
+    served = [numbers[batch["aux_hidden_states"].numpy().tobytes()] for batch in batches]
+    assert served == [
+        *[9, 10, 4, 5, 3, 1, 2, 8, 7, 0, 6],
+        *[5, 9, 4, 10, 3, 8, 7, 2, 1, 0, 6],
+        *[6, 5, 8, 4, 7, 3, 0, 9, 1, 10, 2],
+    ]
+
+
 def test_a_resume_with_other_ranks_and_from_the_folder(tmp_path, form, place):
     cache = written(tmp_path / "c", form)
     here, there = opened(form, cache), opened(form, f"file://{cache}", **place)
