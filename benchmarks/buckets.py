@@ -18,9 +18,9 @@ tokens, int64, in a process of its own, with an empty folder; readers take turns
     datasets          load_dataset("parquet", streaming=True), shuffled in a buffer of 1,000 rows, in batches of numpy
 
     first     seconds until the first batch, from the call that opens, without imports; of `stage` with the copying
-    tokens/s  after the first batch, and as a share of the plain requests' speed; of `stage` the copying counts too
+    epoch     seconds until the last batch, from the same call; tokens/s of that, and as a share of the plain requests'
     bytes     that the server sent, as a multiple of the token files; requests
-    memory    peak of the process above what it had after its imports, without the page cache
+    memory    peak of the process above what it had after its imports; of `stage` with pages of the copy, which it maps
 
 Disk: 3 times the cache in FOLDER (TMPDIR). --quick: three shards, one round. Peers that are not installed are left out;
 they are looked for in DIR, in the process that needs them: pip install --target DIR --no-deps litdata==0.2.76
@@ -173,8 +173,8 @@ def read_one(name: str, folder: Path) -> None:
     for x, _ in read():
         first = first or time.perf_counter() - begin
         tokens += x.numel()
-    after = time.perf_counter() - begin - (0 if name in ("stage", "plain") else first)
-    print(json.dumps({"first": first, "speed": tokens / after, "tokens": tokens, "memory": memory("VmHWM") - before}))
+    all_s = time.perf_counter() - begin
+    print(json.dumps({"first": first, "epoch": all_s, "tokens": tokens, "memory": memory("VmHWM") - before}))
 
 
 def fill(cache: Path, work: Path) -> int:
@@ -212,21 +212,14 @@ def run(name: str, folder: Path, server: S3Server) -> dict[str, float] | None:
 
 def show(results: dict[str, list[dict[str, float]]], num_bytes: int) -> None:
     """Print the medians of all rounds."""
-    print(
-        f"{'':18}{'first, s':>10}{'Mtokens/s':>11}{'of plain':>10}{'bytes':>8}{'requests':>10}{'MiB':>7}{'tokens':>13}"
-    )
+    print(f"{'':18}{'first, s':>9}{'epoch, s':>9}{'Mtokens/s':>10}{'of plain':>9}{'bytes':>7}{'requests':>9}{'MiB':>5}")
     for name, rounds in results.items():
-        first, speed, sent, requests, most, tokens = (
-            statistics.median(each[key] for each in rounds)
-            for key in ("first", "speed", "bytes", "requests", "memory", "tokens")
-        )
-        limits = results.get("plain", [])
-        share = statistics.median(a["speed"] / b["speed"] for a, b in zip(rounds, limits or rounds, strict=True))
-        print(
-            f"{name:18}{first:10.2f}{speed / 1e6:11.2f}{share if limits else float('nan'):10.2f}{sent / num_bytes:8.3f}"
-            f"{requests:10,.0f}{most / 2**20:7.0f}{tokens:13,.0f}",
-            flush=True,
-        )
+        middle = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        each_round = zip(rounds, results.get("plain", rounds), strict=True)
+        share = statistics.median(a["tokens"] * b["epoch"] / a["epoch"] / b["tokens"] for a, b in each_round)
+        speed = f"{middle['tokens'] / middle['epoch'] / 1e6:10.2f}{share if 'plain' in results else float('nan'):9.2f}"
+        cost = f"{middle['bytes'] / num_bytes:7.3f}{middle['requests']:9,.0f}{middle['memory'] / 2**20:5.0f}"
+        print(f"{name:18}{middle['first']:9.2f}{middle['epoch']:9.2f}{speed}{cost}", flush=True)
 
 
 def bench(arguments: argparse.Namespace, work: Path) -> None:

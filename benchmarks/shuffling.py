@@ -4,7 +4,8 @@ Run: python benchmarks/shuffling.py [--mirror FOLDER] [--tokenizer FOLDER] [--to
 
 Real text of a mirror, each pretrain source with an equal share, one source after the other and each in the order of its
 files: the worst case, because neighbouring shards are alike, and the ends of the cache are not. The cache is cut into
-1,192 shards, as many stretches as 10 billion tokens have. So a group of 16 is the same part of it.
+1,192 shards, as many stretches as 10 billion tokens have, less those that are held out. So a group of 16 is the same
+part of it. Texts that come twice are not removed.
 
 A model of four embeddings, a hidden layer and the vocabulary predicts each fourth token from the four before it. It has
 one epoch of batches of 16 rows of 64 tokens, with Adam and a learning rate that falls to 0. Each seed has its own start

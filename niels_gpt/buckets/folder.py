@@ -155,7 +155,7 @@ class BoundedFolder:
         """
         found, total, arriving = list[tuple[int, int, Path]](), 0, 0
         for mount in self._mounts():
-            with suppress(FileNotFoundError):  # somebody removed it
+            with suppress(OSError):  # somebody removed or moved it
                 for _, names, about in walked(mount):
                     name = "/".join(names)
                     if stat.S_ISREG(about.st_mode):
@@ -178,6 +178,7 @@ class BoundedFolder:
                 for entry in entries
                 if MOUNT_NAME.fullmatch(entry.name)
                 and entry.is_dir(follow_symlinks=False)
+                and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
                 and os.path.isdir(os.path.join(entry.path, PIECES))
             ]
 
@@ -200,13 +201,21 @@ class BoundedFolder:
                 self._allocate(handle, size)
                 yield handle
             if _is_at(handle, half):  # else somebody removed it, and the file is not kept
-                os.rename(half, path)
+                self._appear(half, path)
         except BaseException:
             if _is_at(handle, half):
                 os.unlink(half)
             raise
         finally:
             os.close(handle)
+
+    def _appear(self, half: Path, path: Path) -> None:
+        """Give a file its name, or remove it if a stopped process has the lock."""
+        try:
+            with self._locked(), suppress(FileNotFoundError):  # who counts now would find neither name
+                os.rename(half, path)
+        except BusyFolderError:
+            os.unlink(half)
 
     def _half(self, path: Path, size: int, wait_s: float) -> tuple[int, Path] | None:
         """Return the locked and empty half of a file, and where it is; None as `arriving`."""

@@ -273,7 +273,8 @@ class TokenFiles:
     def _read(self, files: NDArray[np.int64], starts: NDArray[np.int64], width: int, dtype: np.dtype[Any]) -> Ids:
         rows, itemsize = np.empty((len(files), width), dtype=dtype), dtype.itemsize
         content, size = rows.reshape(-1).view(np.uint8).data, width * itemsize
-        self._check_room(files, starts * itemsize, starts * itemsize + size)
+        if self.is_fetched:
+            self._check_room(files, starts * itemsize, starts * itemsize + size)
         for row, (file, start) in enumerate(zip(files.tolist(), starts.tolist(), strict=True)):
             self._read_into(content[row * size : (row + 1) * size], file, start * itemsize)
         return rows

@@ -68,6 +68,8 @@ _LOOKED_AT = 512  # places of a plan among which a piece that was read is looked
 _SOON = 1024  # places of a plan
 _ALONE = 32  # places of a plan, about a batch
 _IDLE_S = 10.0
+_MOST_THREADS = 64  # of a process; above that each cache has one that fetches ahead
+_ATTEMPTS = 4  # to bring a whole file into a folder in which others make room
 _MOST_STRANGE = 64  # pieces in a row that no plan has, until the plan is looked through
 _OWN_FOLDER = "Name a folder that only these runs write to: local=DIR"
 
@@ -176,11 +178,13 @@ class Mount:
         MOUNTED[str(self.folder)] = self
 
     def _check_names(self, where: str) -> None:
-        """Raise CacheError E202 for names that cannot all be files of one folder, beside its pieces."""
+        """Raise CacheError E202 for names that cannot all be files of one folder, beside its pieces, and huge files."""
         folders = {str(parent) for name in self.records for parent in Path(name).parents}
         for name in self.records:
             if name in folders or name.split("/")[0] == PIECES or name.endswith(HALF):
                 raise wrong_value(where, "a file's name", name, "a name beside all others")
+            if int(self.records[name]["bytes"]) >= PIECE_BYTES << 32:  # the numbers of pieces have 32 bits
+                raise wrong_value(where, f"{name}: bytes", self.records[name]["bytes"], "below 4 PiB")
 
     def _begin(self, bucket: Bucket | None = None) -> None:
         """Make what no other process has."""
@@ -237,7 +241,7 @@ class Mount:
         self._here()
         path, size = path_inside(self.folder, name), int(record["bytes"])
         with self._whole_lock:
-            for _ in range(3):
+            for attempt in range(_ATTEMPTS):
                 identity = _identity(path)
                 if identity is not None and (
                     self._whole.get(name) == identity or _has_sha256(path, size, record["sha256"])
@@ -249,9 +253,14 @@ class Mount:
                 if identity is not None:
                     logger.warning("%s: damaged, so it is fetched again", path, extra={"code": "W611"})
                     remove(path)
-                with self.store.arriving(path, size, wait_s=folders.PATIENCE_S) as handle:
-                    if handle is not None:
-                        self._bring(record, handle)
+                try:
+                    with self.store.arriving(path, size, wait_s=folders.PATIENCE_S) as handle:
+                        if handle is not None:
+                            self._bring(record, handle)
+                except BusyFolderError:
+                    if attempt + 1 == _ATTEMPTS:
+                        raise
+                    time.sleep(1.0)
         raise CacheError(path, "changed again and again while it was opened", remedy=_OWN_FOLDER, code="E210")
 
     def _bring(self, record: Mapping[str, Any], handle: int) -> None:
@@ -554,7 +563,12 @@ class Mount:
                 self._starts()
 
     def _starts(self) -> bool:
-        """Start a thread. Returns False if none can be started, as when Python ends: a reader fetches by itself."""
+        """Start a thread. Returns False if there are many, or none can be started, as when Python ends.
+
+        What no thread fetches ahead a reader fetches by itself.
+        """
+        if self._threads and threading.active_count() >= _MOST_THREADS:
+            return False
         with suppress(RuntimeError):
             threading.Thread(target=self._run_ahead, name="ahead", daemon=True).start()
             self._threads += 1

@@ -135,7 +135,8 @@ def stats(cache: Path | str, plot: Path | None, local: Path | None) -> Result:
 @command(
     "show",
     "Print a piece of a cache as text: a chat with its loss mask, a group of rollouts, or tokens.",
-    examples="niels-gpt show cache/sft/oasst1 --split val --at 3",
+    examples="""niels-gpt show cache/sft/oasst1 --split val --at 3
+niels-gpt show s3://BUCKET/wikitext --at 1000      fetches what it shows""",
 )
 @_CACHE
 @option("--split", type=_SPLIT, default="train", help="split to read")
@@ -172,17 +173,19 @@ def show(
     "Compare the settings and documents of two caches.\n\nThe exit code is 1 if they differ.",
     examples="niels-gpt diff cache/sft/oasst1 OTHER/sft/oasst1",
 )
-@argument("a", type=FOLDER, help="folder of a cache, or of one of its versions")
-@argument("b", type=FOLDER, help="folder of a cache, or of one of its versions")
+@argument("a", type=PATH_OR_URL, help="folder of a cache, or of one of its versions; or a URL")
+@argument("b", type=PATH_OR_URL, help="folder of a cache, or of one of its versions; or a URL")
 @option("--limit", type=int, default=10, metavar="N", help="name at most N documents for each kind of difference")
-def diff(a: Path, b: Path, limit: int) -> Result:
+def diff(a: Path | str, b: Path | str, limit: int) -> Result:
     """Compare two caches."""
     from niels_gpt.commands.report import difference_lines
     from niels_gpt.kinds.diff import diff, is_equal
     from niels_gpt.kinds.folders import open_cache
     from niels_gpt.kinds.look import tokenizer_for
 
-    found = diff(a, b, tokenizers=[tokenizer_for(open_cache(cache)) for cache in (a, b)], limit=limit)
+    first, second = (_at_hand(cache, None) for cache in (a, b))
+    tokenizers = [tokenizer_for(open_cache(cache)) for cache in (first, second)]
+    found = diff(first, second, tokenizers=tokenizers, limit=limit)
     say(difference_lines(found))
     return Result(found, ExitCode.GOOD if is_equal(found) else ExitCode.FAILED)
 
@@ -219,7 +222,8 @@ def locate(
 @command(
     "verify",
     "Check caches for damage; names each damaged file and its bytes.",
-    examples="niels-gpt verify cache --deep",
+    examples="""niels-gpt verify cache --deep
+niels-gpt verify s3://BUCKET/wikitext      all sizes, and a sample of blocks""",
 )
 @argument("path", type=PATH_OR_URL, nargs=-1, required=True, help="a cache, or a folder of caches; paths or URLs")
 @option("--deep", is_flag=True, help="read all bytes: checks checksums, ids, offsets and loss masks")
@@ -227,6 +231,7 @@ def verify(path: tuple[Path | str, ...], deep: bool) -> Result:
     """Check caches."""
     from niels_gpt.commands.report import damage_lines
     from niels_gpt.kinds.folders import caches_of
+    from niels_gpt.kinds.urls import push_command
     from niels_gpt.kinds.verify import find_damage
     from niels_gpt.recipes.records import TOKENIZER_KEY
 
@@ -249,8 +254,9 @@ def verify(path: tuple[Path | str, ...], deep: bool) -> Result:
     if damaged:
         first = next((cache for cache in damaged if cache.name == TOKENIZER_KEY), damaged[0])  # what builds need
         return Result(found, ExitCode.DAMAGED, _remedy(first, found[str(first)][0]))
-    if bad := next((url for url, verified in urls.items() if verified.damages), ""):
-        return Result(found, ExitCode.DAMAGED, shlex.join(["niels-gpt", "push", "CACHE", bad, "--check"]))
+    if bad := {url: verified for url, verified in urls.items() if verified.damages}:
+        mended = next((url for url, verified in bad.items() if verified.is_mended_by_push), None)
+        return Result(found, ExitCode.DAMAGED, "" if mended is None else push_command(mended))
     return Result(found, ExitCode.FAILED if errors else ExitCode.GOOD)
 
 

@@ -76,7 +76,8 @@ class CacheReader(Dataset[Item]):
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Item]:
         """Return samples, as a DataLoader asks for those of a batch."""
-        self.will_read(numbers, len(numbers))
+        size = len(self)
+        self.will_read([number % size for number in numbers if -size <= number < size], len(numbers))
         return [self[number] for number in numbers]
 
     def will_read(self, numbers: Sequence[int], least: int) -> int:

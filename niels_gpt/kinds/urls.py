@@ -98,6 +98,8 @@ class Found(NamedTuple):
     """Its meta.json; None if there is none, or readers refuse it."""
     error: CacheError | None
     """Why readers refuse the cache; None if meta.json is good and all files are there with their sizes."""
+    is_half: bool = False
+    """Whether it has the note of a push in place of a meta.json."""
 
 
 def caches_at(url: str) -> dict[str, Found]:
@@ -138,9 +140,11 @@ def _found(bucket: Bucket, sizes: dict[str, int], key: str) -> Found:
     start = f"{key}/" if key else ""
     raw = bucket.read(start + META_NAME, MAX_JSON_BYTES) if start + META_NAME in sizes else None
     if raw is None:
-        found = "a push has not ended" if start + NOTE_NAME in sizes else "no such file"
-        remedy = "Push it again: that resumes"
-        return Found(None, CacheError(bucket.at(start + META_NAME), found, remedy=remedy, code="E204"))
+        is_half = start + NOTE_NAME in sizes
+        found = "a push has not ended" if is_half else "no such file, beside files of a cache"
+        again = f"Push it again, which resumes: {push_command(bucket.at(key))}"
+        remedy = again if is_half else "Push it to another URL"
+        return Found(None, CacheError(bucket.at(start + META_NAME), found, remedy=remedy, code="E204"), is_half)
     try:
         meta = parsed_meta(raw, bucket.at(start + META_NAME))
     except CacheError as error:
@@ -172,6 +176,8 @@ class Verified(NamedTuple):
     damages: list[Damage]
     compared: dict[str, int]
     """files_whole of files; blocks_compared of blocks, of the other files; files_by_size: without checksums."""
+    is_mended_by_push: bool = True
+    """Whether `push_command` repairs some of it: it removes no file."""
 
     def __str__(self) -> str:
         """Return how much was compared, as a sentence."""
@@ -199,7 +205,7 @@ def find_damage_at(url: str, listed: Found | None = None, *, deep: bool, progres
     """
     files: RemoteChecks | None = None
     if listed is not None and listed.error is not None and listed.error.code == "E204":
-        return Verified([Damage(META_NAME, 0, 0, f"{listed.error.problem}: half a cache, or half a push")], {})
+        return Verified([Damage(META_NAME, 0, 0, listed.error.problem)], {}, listed.is_half)
     try:
         with at_hand(url) as folder:
             refuse_unless_cache(folder)
@@ -213,7 +219,8 @@ def find_damage_at(url: str, listed: Found | None = None, *, deep: bool, progres
             if damages and Bucket(url).read(META_NAME, MAX_JSON_BYTES) != mount.raw:
                 found = "the cache was replaced while it was verified"
                 raise CacheError(mount.shown, found, remedy="Verify it again", code="E610")
-            return Verified([*dict.fromkeys(damages)], files.compared)
+            named = {META_NAME, *mount.records}
+            return Verified([*dict.fromkeys(damages)], files.compared, any(each.file in named for each in damages))
     except MetaDamage as error:
         return Verified([error.damage], {})
     except CacheError as error:

@@ -15,7 +15,7 @@ epoch e has G = ceil(P / open_shards) groups, whose numbers of stretches differ 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,8 @@ from niels_gpt.storage.meta_json import checked_int
 Order = Literal["all", "shards"]
 """How an epoch is shuffled: over the whole split, or over a few shards at a time."""
 STRETCH_TOKENS = 1 << 23
-"""Tokens of a stretch. The row at its end needs a token of the next one, so a MiB is fetched twice: 16 MiB of 16 bits
-have 6 % more by that, and half as long ones would have 13 %."""
+"""Tokens of a stretch. The row at its end needs a token of the next one, so a MiB may be fetched twice: of 16 MiB, with
+ids of 16 bits, that is 6 % at most, and half as long ones would have 13 %."""
 STRETCHES = 1 << 16
 OPEN_SHARDS = 16
 
@@ -57,6 +57,9 @@ class Stretches:
         self._num_groups = -(-len(counts) // self.open_shards)
         self._lasts = np.arange(1, self._num_groups + 1) * len(counts) // self._num_groups - 1
         self._kept: _Drawn | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
 
     def largest_share(self) -> float:
         """Return the part of a split's units that the largest group of any epoch may have."""

@@ -13,8 +13,9 @@ import pytest
 import torch
 from support.buckets import impatience
 from support.disk import META_NAME
+from support.eagle3_runs import disk
 from support.errors import refused
-from support.mounted_caches import SHARD, digest, idle_after, pieces, stream
+from support.mounted_caches import SHARD, digest, idle_after, only_mount, patience, pieces, stream, used_bytes
 from support.s3_server import SECRET
 
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
@@ -169,79 +170,111 @@ def test_threads_that_had_nothing_to_do_end_and_start_again(large, local):
 # --- processes --------------------------------------------------------------------------------------------------------
 
 READ = """
-import os, sys, signal, threading, time
-from support.mounted_caches import digest, only_mount, stream
-url, local, act = sys.argv[1:4]
-how = {"local": local, "max_bytes": sys.argv[4] if len(sys.argv) > 4 else "64 MiB"}
-batches = stream(url, **how)
-if act == "read":
-    print(digest(batches, int(sys.argv[5]) if len(sys.argv) > 5 else None), only_mount().fetched_bytes)
-elif act == "leave":
+import os, sys, signal, threading
+from support.mounted_caches import digest, stream
+url, local, act = sys.argv[1:]
+batches = stream(url, local=local)
+if act == "leave":
     digest(batches, 1)
-elif act == "interrupt":
+else:
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         digest(batches)
         print("not interrupted")
     except KeyboardInterrupt:
         pass
-    print(digest(stream(url, **how)))
+    print(digest(stream(url, local=local)))
 """
 
 
-def run(url, local, act, *more, **how):
-    arguments = [sys.executable, "-c", READ, url, str(local), act, *more]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+def run(url, local, act):
+    arguments = [sys.executable, "-c", READ, url, str(local), act]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def used_is_right(local):
-    sizes = [path.stat().st_size for path in local.glob("*/**/*") if path.is_file()]
-    return int((local / "used").read_text()) == sum(sizes)
+class Reading:
+    """A process that reads an epoch, or the next `count` batches, in a folder."""
+
+    def __init__(self, url, local, count=None, **how):
+        self._said, written = os.pipe()
+        self.id = os.fork()
+        if self.id == 0:
+            try:
+                MOUNTED.clear()
+                found = digest(stream(url, local=local, **how), count)
+                os.write(written, f"{found} {only_mount().fetched_bytes}".encode())
+                os._exit(0)
+            finally:
+                os._exit(1)
+        os.close(written)
+
+    def is_over(self):
+        return os.waitid(os.P_PID, self.id, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def result(self):
+        """The digest and the bytes that it fetched."""
+        status = os.waitpid(self.id, 0)[1]
+        said = os.read(self._said, 1000).decode().split()
+        os.close(self._said)
+        assert status == 0, status
+        return said[0], int(said[1])
+
+    def kill(self):
+        os.kill(self.id, signal.SIGKILL)
+        assert os.waitpid(self.id, 0)[1] == signal.SIGKILL
+        os.close(self._said)
+
+
+def wait_for_half(local, more=0):
+    for _ in range(2000):
+        if len(pieces(local)) > more and any(name.endswith(".half") for name in pieces(local)):
+            return
+        time.sleep(0.01)
 
 
 def test_killed_processes_leave_nothing_that_another_cannot_use(s3_server, cache, url, local):
     s3_server.bytes_per_s = 2 << 20
     for number in range(3):
-        process = run(url, local, "read")
-        for _ in range(2000):
-            if len([name for name in pieces(local) if name.endswith(".half")]) > 0 and len(pieces(local)) > number:
-                break
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        process.communicate()
+        process = Reading(url, local)
+        wait_for_half(local, number)
+        process.kill()
     s3_server.bytes_per_s = None
-    out, _ = (process := run(url, local, "read")).communicate()
-    assert process.returncode == 0 and out.split()[0] == digest(stream(cache))
+    assert Reading(url, local).result()[0] == digest(stream(cache))
     assert not list(local.glob("*/.pieces/*.half"))
 
 
 def test_processes_share_a_folder_and_each_piece_comes_about_once(s3_server, cache, url, local):
     s3_server.delay_s = 0.02
-    processes = [run(url, local, "read") for _ in range(3)]
-    said = [process.communicate()[0].split() for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3
-    assert {digest for digest, _ in said} == {digest(stream(cache))}
+    said = [process.result() for process in [Reading(url, local) for _ in range(4)]]
+    assert {found for found, _ in said} == {digest(stream(cache))}
     size = sum(path.stat().st_size for path in cache.glob("train/*.bin"))
-    assert sum(int(fetched) for _, fetched in said) <= 1.3 * size
-    assert used_is_right(local)
+    assert sum(fetched for _, fetched in said) <= 1.3 * size
+    sizes = [path.stat().st_size for path in local.glob("*/**/*") if path.is_file()]
+    assert int((local / "used").read_text()) == sum(sizes)
 
 
-def test_processes_that_share_a_small_folder_stay_below_its_size(large, local):
-    processes, most = [run(f"file://{large.resolve()}", local, "read", "16 MiB", "300") for _ in range(2)], 0
-    while any(process.poll() is None for process in processes):
-        sizes = []
-        for path in local.glob("*/**/*"):
-            try:
-                sizes.append(path.stat().st_size)
-            except FileNotFoundError:
-                continue
-        most = max(most, sum(sizes))
-        time.sleep(0.02)
-    said = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
-    assert {out.split()[0] for out, _ in said} == {digest(stream(large), 300)}
-    assert 8 << 20 < most <= 17 << 20
+def test_processes_that_share_a_small_folder_stay_below_its_size(large, tmp_path):
+    with disk(tmp_path / "disk", "64m") as local:
+        url, most = f"file://{large.resolve()}", 0
+        local.chmod(0o700)
+        processes = [Reading(url, local, 150, max_bytes="16 MiB") for _ in range(2)]
+        while not all(process.is_over() for process in processes):
+            most = max(most, used_bytes(local))
+            time.sleep(0.005)
+        assert {process.result()[0] for process in processes} == {digest(stream(large), 150)}
+        assert 8 << 20 < most <= 17 << 20
+
+
+def test_a_stopped_process_holds_up_no_other_for_long(s3_server, cache, url, local):
+    s3_server.bytes_per_s = 1 << 20
+    stopped = Reading(url, local)
+    wait_for_half(local)
+    os.kill(stopped.id, signal.SIGSTOP)
+    s3_server.bytes_per_s = None
+    with patience(1.0):
+        assert Reading(url, local).result()[0] == digest(stream(cache))
+    os.kill(stopped.id, signal.SIGCONT)
+    assert stopped.result()[0] == digest(stream(cache))
 
 
 def test_a_process_ends_while_its_threads_fetch(s3_server, url, local):
@@ -256,22 +289,6 @@ def test_an_interrupt_during_a_fetch(s3_server, cache, url, local):
     s3_server.bytes_per_s = 1 << 20
     out, err = (process := run(url, local, "interrupt")).communicate(timeout=60)
     assert process.returncode == 0 and out.split() == [digest(stream(cache))], err
-
-
-def test_a_stopped_process_holds_up_no_other_for_long(s3_server, cache, url, local):
-    s3_server.bytes_per_s = 1 << 20
-    stopped = run(url, local, "read")
-    for _ in range(2000):
-        if any(name.endswith(".half") for name in pieces(local)):
-            break
-        time.sleep(0.01)
-    stopped.send_signal(signal.SIGSTOP)
-    s3_server.bytes_per_s = None
-    out, err = (process := run(url, local, "read")).communicate(timeout=120)
-    assert process.returncode == 0 and out.split()[0] == digest(stream(cache)), err
-    stopped.send_signal(signal.SIGCONT)
-    out, err = stopped.communicate(timeout=60)
-    assert stopped.returncode == 0 and out.split()[0] == digest(stream(cache)), err
 
 
 def test_a_fork_while_threads_fetch(s3_server, cache, url, local):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pickle
 import shutil
 
@@ -62,11 +63,20 @@ def test_a_damaged_block_names_the_file_the_block_and_both_attempts(bucket, loca
     assert len(split.stream(0, 1000)) == 1000
 
 
-@pytest.mark.parametrize("change", ["gone", "shorter"])
-def test_a_shard_that_is_gone_or_shorter(bucket, local, change):
+@pytest.mark.parametrize(
+    ("change", "code"), [("gone", "E611"), ("shorter", "E611"), ("link", "E205"), ("fifo", "E205")]
+)
+def test_a_shard_that_is_gone_or_another(bucket, local, change, code):
     split, path = opened(bucket, local), bucket / SHARD
-    path.unlink() if change == "gone" else path.write_bytes(path.read_bytes()[:70_000])
-    with refused("E611", SHARD):
+    content = path.read_bytes()
+    path.unlink()
+    if change == "shorter":
+        path.write_bytes(content[:70_000])
+    elif change == "link":
+        path.symlink_to(bucket / META_NAME)
+    elif change == "fifo":
+        os.mkfifo(path)
+    with refused(code, SHARD):
         split.stream(0, 10)
 
 

@@ -133,6 +133,19 @@ def test_batches_from_a_url_are_those_of_the_folder(tmp_path, form, place):
         assert there[-1]["target_probs"].equal(here[-1]["target_probs"])
 
 
+def test_the_order_by_shards_is_as_documented(tmp_path):
+    fields = write_cache(tmp_path / "c", samples=11, shard_size=3)
+    numbers = {states.numpy().tobytes(): number for number, states in enumerate(fields["aux_hidden_states"])}
+    how = {"global_batch_size": 1, "seed": 5, "epochs": 3, "order": "shards", "open_shards": 3}
+    batches = Eagle3Stream(CachedEagle3Dataset(tmp_path / "c"), **how)
+    served = [numbers[batch["aux_hidden_states"].numpy().tobytes()] for batch in batches]
+    assert served == [
+        *[9, 10, 4, 5, 3, 1, 2, 8, 7, 0, 6],
+        *[5, 9, 4, 10, 3, 8, 7, 2, 1, 0, 6],
+        *[6, 5, 8, 4, 7, 3, 0, 9, 1, 10, 2],
+    ]
+
+
 def test_a_resume_with_other_ranks_and_from_the_folder(tmp_path, form, place):
     cache = written(tmp_path / "c", form)
     here, there = opened(form, cache), opened(form, f"file://{cache}", **place)
@@ -188,8 +201,14 @@ def test_loaders_take_a_url(tmp_path, form, place):
     build = build_native_dataloader if form == "fp8" else build_cached_eagle3_dataloader
     url = at_memory(cache, f"loaders/{form[:3]}")
     assert digests(build(url, 4, False, **place)) == digests(build(cache, 4, False))
+    some = [torch.utils.data.Subset(opened(form, where, **how), [-1, 3]) for where, how in ((url, place), (cache, {}))]
+    both = [DataLoader(each, batch_size=2, collate_fn=build(cache, 2, False).collate_fn) for each in some]
+    assert digests(both[0]) == digests(both[1])
+    with pytest.raises(IndexError):
+        opened(form, url, **place).__getitems__([0, 11])
 
 
+@pytest.mark.slow
 def test_a_mixture_of_caches_at_urls_and_of_a_folder(tmp_path, place):
     caches = [written(tmp_path / name, "native", seed) for seed, name in enumerate("ab")]
     urls = [NativeEagle3Dataset(f"file://{cache}", **place) for cache in caches]
@@ -220,6 +239,33 @@ def test_a_shard_without_a_receipt_comes_whole(tmp_path, form, place):
     flip(cache / "shard-000001.safetensors")
     with refused("E611", "shard-000001.safetensors"):
         pickle.loads(pickle.dumps(dataset))[5]
+
+
+def test_a_header_longer_than_the_first_request(tmp_path, place):
+    cache = written(tmp_path / "c", "version 1")
+    path, receipt = cache / "shard-000000.safetensors", cache / "sidecar" / "shard-000000.json"
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    text = json.dumps({"__metadata__": {"note": "x" * 100_000}} | json.loads(content[8:end])).encode()
+    header = len(text).to_bytes(8, "little") + text
+    path.write_bytes(header + content[end:])
+    about = {"bytes": path.stat().st_size, "header_sha256": hashlib.sha256(header).hexdigest()}
+    receipt.write_text(json.dumps(json.loads(receipt.read_bytes()) | about))
+    dataset = CachedEagle3Dataset(f"file://{sealed(cache)}", **place)
+    assert digests(stream(dataset)) == digests(stream(CachedEagle3Dataset(cache)))
+
+
+@pytest.mark.slow
+def test_starts_longer_than_the_first_request(tmp_path, place):
+    write_native(tmp_path / "c", [[0, 1]] * 2800, cuts=[2750])
+    write_weights(tmp_path / "c", {"embeddings": torch.ones(50, 4)})
+    dataset, here = (
+        NativeEagle3Dataset(f"file://{sealed(tmp_path / 'c')}", **place),
+        NativeEagle3Dataset(tmp_path / "c"),
+    )
+    assert (dataset.counts == here.counts).all()
+    numbers = [0, 2749, 2750, 2799]
+    assert digest_of_samples(dataset, numbers) == digest_of_samples(here, numbers)
 
 
 def test_local_without_a_url_is_refused(tmp_path, place):

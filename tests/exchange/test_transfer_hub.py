@@ -77,3 +77,19 @@ def test_foreign_files_and_refusals_are_said_without_a_token(loopback_hub, tmp_p
     assert "geheim" not in str(caught.value)
     with refused("E612", "meta.json"):
         fetch.pull(URL, tmp_path / "none")
+
+
+def test_a_cache_on_the_hub_is_looked_at_and_verified(loopback_hub, tmp_path):
+    small_builds.pretrain(tmp_path / "wiki")
+    push.push(tmp_path / "wiki", URL, card=b"# A cache\n")
+    assert niels_gpt("stats", URL, "--json").json == niels_gpt("stats", tmp_path / "wiki", "--json").json | {
+        "cache": URL
+    }
+    for deep in ((), ("--deep",)):
+        assert niels_gpt("verify", URL, "--json", *deep).json[URL]["damages"] == []
+    repository = loopback_hub.repositories["somebody/wiki-cache"]
+    files = repository.commits[repository.refs["main"]]
+    loopback_hub.add("somebody/wiki-cache", {**files, "train/shard_00000.bin": b"", "more.txt": b"x"})
+    done = niels_gpt("verify", URL, "--json")
+    assert done.status == 3
+    assert {each["file"] for each in done.json[URL]["damages"]} == {"train/shard_00000.bin", "more.txt"}

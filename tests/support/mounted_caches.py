@@ -2,9 +2,9 @@
 
 import hashlib
 import json
+import os
 import shutil
 import warnings
-import zlib
 from contextlib import contextmanager
 from itertools import islice
 
@@ -100,8 +100,10 @@ def pieces(local):
     return {path.name: path for path in sorted(local.glob("*/.pieces/*"))}
 
 
-def crc_of(content):
-    return zlib.crc32(content)
+def used_bytes(place):
+    """The bytes in use on the file system of a folder, at one moment."""
+    about = os.statvfs(place)
+    return (about.f_blocks - about.f_bfree) * about.f_frsize
 
 
 @contextmanager

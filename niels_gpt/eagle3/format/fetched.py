@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from niels_gpt.eagle3.format.layout import Tensors, row_bytes_of, shard_path, tensors_header_in
+from niels_gpt.eagle3.format.layout import MAX_HEADER, Tensors, row_bytes_of, shard_path, tensors_header_in
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.mounted import Mounted
 
@@ -51,8 +51,11 @@ class Fetched:
         return self.mount.size(shard_path("", shard))
 
     def begin_of(self, shard: int) -> bytes:
-        """Return the first 64 KiB of a shard."""
-        return self.mount.fetch(shard_path("", shard), 0, min(self.size(shard), _BEGIN_BYTES))
+        """Return the first 64 KiB of a shard, and more if its header is longer."""
+        size = self.size(shard)
+        begin = self.mount.fetch(shard_path("", shard), 0, min(size, _BEGIN_BYTES))
+        end = min(8 + int.from_bytes(begin[:8], "little"), 8 + MAX_HEADER, size)
+        return self.bytes_of(shard, begin, 0, max(end, len(begin)))
 
     def header(self, path: str, shard: int, begin: bytes | None = None) -> tuple[Tensors, bytes]:
         """Return the same as `read_tensors_header`. begin: from `begin_of`; None: the header is kept, for dense shards.

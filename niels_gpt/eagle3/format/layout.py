@@ -58,7 +58,7 @@ _TYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _RANKS = {dtype: rank for rank, dtype in enumerate(_TYPES.values())}
-_MAX_HEADER = 1 << 20  # safetensors allows 100 MB; the few tensors of a cache take less than a KiB
+MAX_HEADER = 1 << 20  # safetensors allows 100 MB; the few tensors of a cache take less than a KiB
 MAX_JSON_BYTES = 1 << 24
 """Limit of manifest.json, plan.json and a receipt: 16 MiB. JSON takes up to thirty times its size in memory."""
 MAX_ROWS = 200_000
@@ -214,8 +214,8 @@ def tensors_header_in(where: str, size: int, read: Callable[[int], bytes]) -> tu
     """
     head = read(8)
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
-    if not 0 < length <= min(size - 8, _MAX_HEADER):
-        most = f"{size:,}, the file's size, at most" if length > size - 8 else f"{_MAX_HEADER:,} at most"
+    if not 0 < length <= min(size - 8, MAX_HEADER):
+        most = f"{size:,}, the file's size, at most" if length > size - 8 else f"{MAX_HEADER:,} at most"
         raise _damaged(where, f"its first eight bytes give a header of {length:,} bytes", most)
     text = read(length)
     tensors: Tensors = {}
