@@ -22,7 +22,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.buckets import folder as folders
-from niels_gpt.buckets.bucket import RANGE_BYTES, Bucket, scheme_of
+from niels_gpt.buckets.bucket import RANGE_BYTES, Bucket, in_thread, scheme_of
 from niels_gpt.buckets.folder import HALF, PIECES, BoundedFolder, BusyFolderError, opened, read_at, remove
 from niels_gpt.cache.checksums import CRC_DTYPE, covered_files
 from niels_gpt.cache.formats import BLOCK_BYTES, SPLITS, crc32, num_blocks
@@ -290,14 +290,13 @@ class Mount:
         if self._bucket.is_local or len(begins) < 2:
             yield from self._bucket.pieces(name, 0, size)
             return
-        with ThreadPoolExecutor(_RANGES) as threads:
-            asked = deque[Future[bytes]]()
-            for begin in begins:
-                asked.append(threads.submit(self._bucket.part, name, begin, min(begin + RANGE_BYTES, size)))
-                if len(asked) >= _RANGES:
-                    yield asked.popleft().result()
-            while asked:
+        asked = deque[Future[bytes]]()
+        for begin in begins:
+            asked.append(in_thread(partial(self._bucket.part, name, begin, min(begin + RANGE_BYTES, size))))
+            if len(asked) >= _RANGES:
                 yield asked.popleft().result()
+        while asked:
+            yield asked.popleft().result()
 
     def refuse(self, name: str, found: str, expected: str = "") -> NoReturn:
         """Raise the error of a file at the URL that is not as it was when the cache was mounted: E610 or E611."""
