@@ -16,7 +16,6 @@ import hashlib
 import logging
 import os
 import re
-import shlex
 import threading
 import time
 import weakref
@@ -303,9 +302,9 @@ class Mount:
         if all(self._bucket.read(META_NAME, MAX_JSON_BYTES) != self.raw for _ in range(2)):
             replaced = "the cache was replaced at its URL after it was opened. No row of the new one was served"
             raise CacheError(self.shown, replaced, remedy="Open it again, with allow_other_content", code="E610")
-        again = f"niels-gpt push CACHE {shlex.quote(self.url)} --check"
-        remedy = f"Have it sent again from a good copy: {again}"
-        raise CacheError(self._bucket.at(name), found, expected, remedy, code="E611")
+        from niels_gpt.storage.remedies import push_again  # of an error that is shown
+
+        raise CacheError(self._bucket.at(name), found, expected, push_again(self.url), code="E611")
 
     # --- pieces of large files ----------------------------------------------------------------------------------------
 

@@ -231,17 +231,18 @@ def verify(path: tuple[Path | str, ...], deep: bool) -> Result:
     """Check caches."""
     from niels_gpt.commands.report import damage_lines
     from niels_gpt.kinds.folders import caches_of
-    from niels_gpt.kinds.urls import push_command
     from niels_gpt.kinds.verify import find_damage
     from niels_gpt.recipes.records import TOKENIZER_KEY
+    from niels_gpt.storage.remedies import push_command
 
     caches, errors = caches_of(each for each in path if isinstance(each, Path))
     urls = _verified([each for each in path if isinstance(each, str)], errors, deep=deep)
     for error in errors.values():  # the other caches are checked
         print_error(error)
-    found: dict[str, Any] = {
-        name: [{"file": "", "offset": 0, "end": 0, "problem": str(error)}] for name, error in errors.items()
-    }
+    found: dict[str, Any] = {}
+    for name, error in errors.items():
+        failed = [{"file": "", "offset": 0, "end": 0, "problem": str(error)}]
+        found[name] = {"damages": failed, "compared": {}} if name in path else failed  # of a URL, else of a path
     damaged: list[Path] = []
     for cache in caches:
         with progress_bar(escaped(cache), unit="B", items="files") as progress:

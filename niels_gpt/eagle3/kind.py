@@ -19,6 +19,7 @@ from niels_gpt.kinds.files import Record
 from niels_gpt.kinds.kind import CHECK_RECORDS, CHECKED_RECORDS, Cache, Card, Held, Kind, Limits, Page, Rows, Sealed
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import PositionError
+from niels_gpt.storage.mounted import MOUNTED
 from niels_gpt.work import Progress
 
 if TYPE_CHECKING:
@@ -152,10 +153,14 @@ class Eagle3Kind(Kind):
         return folder / SIDECAR / LOCK_NAME
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
-        """Open the cache with its reader, and map every shard."""
+        """Open the cache with its reader, and map every shard. At a URL no sample is read: one has megabytes."""
         from niels_gpt.eagle3.inspect.forms import open_cache
 
-        open_cache(cache.folder).read_each_shard()
+        opened = open_cache(cache.folder)
+        if str(cache.folder) in MOUNTED:
+            opened.READER(cache.folder)
+        else:
+            opened.read_each_shard()
 
     def verdicts(
         self, cache: Cache, names: Collection[str], limits: Limits, progress: Progress | None = None

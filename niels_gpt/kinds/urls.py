@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ from niels_gpt.storage.errors import CacheError, CacheNotFound, NotFound
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import MAX_JSON_BYTES, file_records, printable
 from niels_gpt.storage.mounted import MOUNTED, is_url
-from niels_gpt.storage.remedies import PROGRAM
+from niels_gpt.storage.remedies import push_again, push_command
 from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ def at_hand(cache: str | os.PathLike[str], local: Path | None = None) -> Iterato
         yield Path(cache)
         return
     with ExitStack() as stack:
-        folder = local or stack.enter_context(TemporaryDirectory(prefix="niels_gpt-", ignore_cleanup_errors=True))
+        folder = local or stack.enter_context(_temporary_folder())
         before, place = {*MOUNTED}, os.path.realpath(os.path.expanduser(folder))
         try:
             try:
@@ -75,6 +74,20 @@ def at_hand(cache: str | os.PathLike[str], local: Path | None = None) -> Iterato
                     del MOUNTED[name]
                     size = sum(int(record["bytes"]) for record in mount.records.values())
                     logger.info("%s: fetched %s of %s", mount.shown, *map(size_text, (mount.fetched_bytes, size)))
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[str]:
+    """Yield a folder that is removed afterwards, also if a signal comes meanwhile; a second one ends the process."""
+    folder = TemporaryDirectory(prefix="niels_gpt-", ignore_cleanup_errors=True)
+    try:
+        yield folder.name
+    finally:
+        try:
+            folder.cleanup()
+        except KeyboardInterrupt:
+            folder.cleanup()
+            raise
 
 
 def mounted_whole(url: str, **how: Any) -> Path:
@@ -157,16 +170,6 @@ def _found(bucket: Bucket, sizes: dict[str, int], key: str) -> Found:
     return Found(meta, None)
 
 
-def push_again(url: str) -> str:
-    """Return the sentence that names the command which sends again what is damaged at a URL."""
-    return f"Send it again from a good copy: {push_command(url)}"
-
-
-def push_command(url: str) -> str:
-    """Return the command that compares every file at a URL, and sends again what differs."""
-    return shlex.join([PROGRAM, "push", "CACHE", url, "--check"])
-
-
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
@@ -241,11 +244,10 @@ def _findings(cache: Cache, files: RemoteChecks, deep: bool) -> Iterator[Finding
         yield finding
     if found:  # a reader would name the same
         return
-    if not cache.kind.has("verdicts"):  # whose readers would fetch every shard whole
-        error = reader_error(cache)
-        if error is not None:
-            yield error
-            return
+    error = reader_error(cache)
+    if error is not None:
+        yield error
+        return
     yield from cache.kind.last_look(files, Limits())
 
 

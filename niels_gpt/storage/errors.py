@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from niels_gpt.storage.codes import own_code
-from niels_gpt.storage.mounted import shown
+from niels_gpt.storage.mounted import shown, url_of
 
 REBUILD = "rebuild"
 """As a remedy, or at its end: becomes the command that builds the cache at the error's path from scratch."""
@@ -195,6 +195,7 @@ class CacheError(CodedError, ValueError, code="E201"):
         path = shown(path)
         super().__init__(path, found, expected, remedy, code=code)  # the arguments of a pickled copy
         self.path, self.found, self.expected, self._remedy = path, found, expected, remedy
+        self._cache = url_of(path) or path  # the folder that stands for a URL may be gone when the error is shown
 
     @property
     def remedy(self) -> str:
@@ -203,7 +204,7 @@ class CacheError(CodedError, ValueError, code="E201"):
         if own != self._remedy:
             from niels_gpt.storage.remedies import build_again  # of an error that is shown
 
-            own = f"{own} {build_again(self.path, self.code)}".lstrip()
+            own = f"{own} {build_again(self._cache, self.code)}".lstrip()
         return own
 
     @property

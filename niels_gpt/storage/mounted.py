@@ -80,6 +80,11 @@ def shown(path: str | os.PathLike[str]) -> str:
     return text
 
 
+def url_of(text: str) -> str | None:
+    """Return the URL of the folder that a URL, or a file below it, is in; None if no such folder stands for it."""
+    return next((each.url for each in list(MOUNTED.values()) if f"{text}/".startswith(f"{each.url}/")), None)
+
+
 def let_arrive(path: str | os.PathLike[str]) -> None:
     """Bring a file, if it lies in such a folder. Raises: CacheError, OSError."""
     text = os.fspath(path)

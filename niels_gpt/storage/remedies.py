@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from niels_gpt.paths import FAMILIES
 from niels_gpt.storage.fileio import META_NAME, open_for_reading
+from niels_gpt.storage.mounted import shown, url_of
 
 if TYPE_CHECKING:  # its dataclass takes as long as click to load, and few messages need it
     from niels_gpt.settings import Settings
@@ -113,11 +114,23 @@ def build_again(path: str | os.PathLike[str], code: str = "") -> str:
 
     path: any file or folder of the cache. code: of the error; for E402 in a copy, the remedy is another tokenizer.
     """
-    if _URL.match(text := os.fspath(path)):
-        return f"Have it sent again from a good copy: {shlex.join([PROGRAM, 'push', 'CACHE', text, '--check'])}"
-    if is_copy(path):
-        return _ITS_TOKENIZER if code == "E402" else ANOTHER_COPY
+    text = shown(path)
+    is_at_url = _URL.match(text) is not None
+    if is_at_url or is_copy(path):
+        if code == "E402":
+            return _ITS_TOKENIZER
+        return push_again(url_of(text) or text.removesuffix(f"/{META_NAME}")) if is_at_url else ANOTHER_COPY
     return f"Build it again: {rebuild_command(path)}"
+
+
+def push_again(url: str) -> str:
+    """Return the remedy for a damaged cache at a URL."""
+    return f"Have it sent again from a good copy: {push_command(url)}"
+
+
+def push_command(url: str) -> str:
+    """Return the command that compares every file at a URL, and sends again what differs."""
+    return shlex.join([PROGRAM, "push", "CACHE", url, "--check"])
 
 
 def is_copy(path: str | os.PathLike[str]) -> bool:
@@ -247,7 +260,9 @@ def _last_line(path: Path) -> bytes:
 
 def make_again(tokenizer: Path) -> str:
     """Return the remedy of a damaged tokenizer."""
-    return ANOTHER_COPY if is_copy(tokenizer) else f"Make another one: {remake_command(tokenizer)}"
+    if shown(tokenizer) != os.fspath(tokenizer) or is_copy(tokenizer):
+        return build_again(tokenizer)
+    return f"Make another one: {remake_command(tokenizer)}"
 
 
 def remake_command(tokenizer: Path) -> str:

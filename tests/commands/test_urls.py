@@ -21,7 +21,7 @@ from niels_gpt.cache.formats import BLOCK_BYTES
 from niels_gpt.exchange.transfer.push import push
 from niels_gpt.kinds import look, urls
 from niels_gpt.sampling import bits_per_byte, iter_eval
-from niels_gpt.storage.errors import UsageError
+from niels_gpt.storage.errors import REBUILD, CacheError, UsageError
 from niels_gpt.storage.mounted import MOUNTED
 
 NAMES = ("tokenizer", "pretrain/roam", "sft/oasst1")
@@ -177,6 +177,15 @@ def test_errors_name_the_url(sent, there):
     assert niels_gpt("show", "s3://key:secret@bucket/x").status == 2
 
 
+def test_the_remedy_of_a_file_at_a_url_sends_the_cache_again(sent):
+    url = f"file://{sent}/pretrain/roam"
+    with urls.at_hand(url) as folder:
+        of_file = CacheError(folder / "index/train_docs.npy", "wrong offsets", remedy=REBUILD)
+        of_ids = CacheError(folder / META_NAME, "other ids", remedy=REBUILD, code="E402")
+    assert of_file.path == f"{url}/index/train_docs.npy"
+    assert str(of_file).endswith(f" niels-gpt push CACHE {url} --check") and "push" not in str(of_ids)
+
+
 @pytest.mark.slow
 def test_a_command_that_is_stopped_leaves_nothing(large, tmp_path, leaves_nothing):
     push(large, f"file://{tmp_path}/there")
@@ -187,6 +196,20 @@ def test_a_command_that_is_stopped_leaves_nothing(large, tmp_path, leaves_nothin
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
+
+
+def test_an_interrupt_while_the_folder_is_removed_leaves_nothing(sent, monkeypatch):
+    rmdir, raised = os.rmdir, []
+
+    def interrupted(*place, **how):
+        if not raised:
+            raised.append(place)
+            raise KeyboardInterrupt
+        rmdir(*place, **how)
+
+    with pytest.raises(KeyboardInterrupt), urls.at_hand(f"file://{sent}/sft/oasst1"):
+        monkeypatch.setattr(os, "rmdir", interrupted)
+    assert raised
 
 
 def test_bits_per_byte_reads_meta_json_alone(here, sent, tmp_path):
@@ -297,7 +320,9 @@ def test_what_a_push_with_check_repairs_is_good_again(here, there):
 def test_without_a_meta_json_there_is_no_cache(there):
     shutil.rmtree(there / "pretrain/roam/index")
     (there / "pretrain/roam" / META_NAME).unlink()
-    assert niels_gpt("verify", f"file://{there}/pretrain/roam").status == 1
+    done = niels_gpt("verify", url := f"file://{there}/pretrain/roam", there / "none", "--json")
+    assert done.status == 1 and url in done.json[url]["damages"][0]["problem"] and done.json[url]["compared"] == {}
+    assert len(done.json[str(there / "none")]) == 1
     (there / "sft/oasst1" / META_NAME).unlink()  # here its index shows that it was one
     status, found = damages(f"file://{there}/sft/oasst1")
     assert status == 3 and [each["file"] for each in found] == [META_NAME]

@@ -13,6 +13,7 @@ from itertools import islice
 import fsspec
 import pytest
 import torch
+from support.commands import niels_gpt
 from support.disk import meta_bytes
 from support.eagle3_native import write_native
 from support.errors import refused
@@ -27,7 +28,7 @@ from niels_gpt.eagle3.cache import (
     write_manifest,
     write_target_embeddings,
 )
-from niels_gpt.eagle3.format.layout import layout_like
+from niels_gpt.eagle3.format.layout import MANIFEST_NAME, layout_like
 from niels_gpt.eagle3.format.meta import write_meta
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
 from niels_gpt.eagle3.format.weights import write_weights
@@ -277,6 +278,17 @@ def test_local_without_a_url_is_refused(tmp_path, place):
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["version 1", "native"])
+def test_verify_passes_what_its_reader_opens(tmp_path, form, place, mounts):
+    cache = written(tmp_path / "c", form)
+    assert niels_gpt("verify", f"file://{cache}").status == 0
+    write_manifest(cache, json.loads((cache / MANIFEST_NAME).read_bytes()) | {"num_samples": 12})
+    sealed(cache)  # its meta.json fits all files
+    with refused("E611" if form == "version 1" else "E701"):
+        opened(form, f"file://{cache}", **place)
+    assert niels_gpt("verify", f"file://{cache}").status == 3
 
 
 @pytest.mark.parametrize("form", ["top k", "native"])
