@@ -62,10 +62,10 @@ class BoundedFolder:
 
     def make(self, name: str) -> Path:
         """Return a folder of one cache in it, created if absent; "" is the folder itself. Raises: as the class."""
-        path = self.path / name if name else self.path
-        for each in (path, path / PIECES) if name else (path,):
+        path = self.path / name
+        for each in (self.path, path, path / PIECES) if name else (path,):
             with suppress(FileExistsError, NotADirectoryError):
-                if not name:
+                if each == self.path:
                     each.parent.mkdir(parents=True, exist_ok=True)
                 each.mkdir(0o700)
             about = os.lstat(each) if os.path.lexists(each) else None
@@ -131,10 +131,8 @@ class BoundedFolder:
             try:
                 handle = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o600)
             except FileNotFoundError:
-                self.make("")
-                if path.parent != self.path:
-                    self.make(path.relative_to(self.path).parts[0])
-                    path.parent.mkdir(0o700, parents=True, exist_ok=True)
+                self.make("".join(path.relative_to(self.path).parent.parts[:1]))
+                path.parent.mkdir(0o700, parents=True, exist_ok=True)
                 continue
             except OSError as error:
                 if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link, a folder, a socket

@@ -47,7 +47,7 @@ from niels_gpt.storage.meta_json import (
     printable,
     wrong_value,
 )
-from niels_gpt.storage.mounted import MOUNTED
+from niels_gpt.storage.mounted import MOUNTED, is_url
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,8 @@ class Plan:
                 self._read = max(self._read, self._place.get(key, 0))
         before = self.ahead_bytes
         while self._ahead and self._ahead[0][0] <= self._read:
-            self.ahead_bytes -= self._ahead.popleft()[1]
+            _, num_bytes = self._ahead.popleft()
+            self.ahead_bytes -= num_bytes  # in one step: a thread may add to it meanwhile
         return self.ahead_bytes < before
 
     def take(self) -> int | None:
@@ -165,16 +166,23 @@ class Mount:
         digest = hashlib.sha256(raw).hexdigest()[:12]
         last = self.url.rsplit("/", 1)[-1]
         name = "".join(each if each.isascii() and (each.isalnum() or each in "._-") else "_" for each in last)
-        self.folder = self.store.make(f"{name[:80] or 'cache'}-{digest}")
+        self.folder = local / f"{name[:80] or 'cache'}-{digest}"
         self._pieces = f"{self.folder / PIECES}{os.sep}"
         self._begin(bucket)
-        for parent in {os.path.dirname(name) for name in self.records} - {""}:
-            path_inside(self.folder, parent).mkdir(0o700, parents=True, exist_ok=True)
-        self._write_meta()
+        self.make_folders()
         if self._has_sums:
             _ = self._sums
         self.store.trim()
         MOUNTED[str(self.folder)] = self
+
+    def make_folders(self) -> None:
+        """Make what a reader looks for when it opens the cache, unless it is there. Raises: as the class."""
+        self.store.make(self.folder.name)
+        parents = {os.path.dirname(name) for name in self.records} - {""}
+        empty = {split for split in SPLITS if self.meta.get("shards", {}).get(split) == []}
+        for parent in parents | empty:
+            path_inside(self.folder, parent).mkdir(0o700, parents=True, exist_ok=True)
+        self._write_meta()
 
     def _check_names(self, where: str) -> None:
         """Raise CacheError E202 for names that cannot all be files of one folder, beside its pieces, and huge files."""
@@ -640,13 +648,15 @@ def mounted(
 
     local: a folder on this machine for what was fetched; runs, ranks and workers may share it.
     max_bytes: most bytes in it, such as "50 GiB"; None: 10 GiB. max_ahead: bytes that each process fetches ahead of its
-        reading, at most a quarter of max_bytes; None: 256 MiB.
+        reading, at most a quarter of max_bytes; None: 256 MiB. Of a cache that this process has open, None changes
+        neither.
     Raises: UsageError without `local`, or for a size that cannot be; ValueError for a URL; CacheNotFound without a
         meta.json there; CacheError for one that readers refuse, E612 if the bucket cannot be used; ImportError.
     """
     scheme_of(url)
-    if local is None:
-        raise UsageError(f"{printable(url)}: a URL needs local=DIR, a folder here for what is fetched, and max_bytes")
+    if not local or is_url(os.fspath(local)):  # "" would be the working folder
+        needs = "a URL needs local=DIR, a folder here for what is fetched, and max_bytes"
+        raise UsageError(f"{printable(url)}, local={local!r}: {needs}")
     most, ahead = byte_count("max_bytes", max_bytes, MAX_BYTES), byte_count("max_ahead", max_ahead, MAX_AHEAD)
     if most < _LEAST_BYTES:
         raise UsageError(
@@ -654,12 +664,15 @@ def mounted(
         )
     folder = Path(os.path.realpath(os.path.expanduser(local)))
     cache, split, raw, bucket = _read_meta(url.rstrip("/"))
-    for mount in list(MOUNTED.values()):
-        if isinstance(mount, Mount) and (mount.url, mount.raw, mount.store.path) == (cache, raw, folder):
-            mount.store.max_bytes, mount.max_ahead = most, min(ahead, most // 4)
-            mount.store.trim()
-            return mount.folder / split
-    return Mount(cache, folder, most, ahead, raw, bucket).folder / split
+    mount = _mount_of(cache, raw, folder)
+    if mount is None:
+        return Mount(cache, folder, most, ahead, raw, bucket).folder / split
+    most = mount.max_bytes if max_bytes is None else most
+    ahead = mount.max_ahead if max_ahead is None else ahead
+    mount.store.max_bytes, mount.max_ahead = most, min(ahead, most // 4)
+    mount.make_folders()
+    mount.store.trim()
+    return mount.folder / split
 
 
 def meta_at(url: str, split: str | None = None) -> tuple[str, dict[str, Any], str]:
@@ -712,10 +725,13 @@ _SIZE = re.compile(r"(?i)(\d{1,15}(?:\.\d{1,6})?) ?((?:[kmgt]i?)?b|)")
 
 def _again(url: str, local: Path, max_bytes: int, max_ahead: int, raw: bytes) -> Mount:
     """Return the mount of this process, for a copy. Reads no meta.json."""
-    for mount in list(MOUNTED.values()):
-        if isinstance(mount, Mount) and (mount.url, mount.raw, mount.store.path) == (url, raw, local):
-            return mount
-    return Mount(url, local, max_bytes, max_ahead, raw)
+    return _mount_of(url, raw, local) or Mount(url, local, max_bytes, max_ahead, raw)
+
+
+def _mount_of(url: str, raw: bytes, local: Path) -> Mount | None:
+    """Return the mount that this process has."""
+    mounts = [mount for mount in list(MOUNTED.values()) if isinstance(mount, Mount)]
+    return next((each for each in mounts if (each.url, each.raw, each.store.path) == (url, raw, local)), None)
 
 
 def _pieces(numbers: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:

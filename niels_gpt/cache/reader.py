@@ -18,7 +18,7 @@ from niels_gpt.storage.errors import UsageError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.locks import hold_version
 from niels_gpt.storage.meta_json import printable, resolved
-from niels_gpt.storage.mounted import is_url
+from niels_gpt.storage.mounted import is_url, shown
 from niels_gpt.storage.versions import version_name
 
 
@@ -182,7 +182,8 @@ def named_split(path: str | os.PathLike[str], split: str | None) -> tuple[Path, 
     if not is_split or not any(map(os.path.lexists, (path, above / META_NAME, above / f"{name}_tokens.bin"))):
         return path, split
     if split not in (None, name):
-        raise ValueError(f"split={split!r}: {path} is the split {name}, expected the same split or the cache's folder")
+        expected = "the same split or the cache's folder"
+        raise ValueError(f"split={split!r}: {shown(path)} is the split {name}, expected {expected}")
     return above, name
 
 

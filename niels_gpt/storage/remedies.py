@@ -164,7 +164,8 @@ def instead_of(path: str | os.PathLike[str]) -> str:
     """Return the remedy for a path where nothing is: pull a URL, take a name that exists, or build."""
     text = os.fspath(path)
     if (url := _URL.match(text)) is not None:  # a Path has one slash after the colon
-        url_text = f"{url[1]}://{text[url.end() :]}"
+        repaired = f"{url[1]}://{'/' * (url[1] == 'file')}{text[url.end() :]}"
+        url_text = text if "://" in text else repaired
         return f"It is a URL, and a folder is read. Fetch it first: {shlex.join([PROGRAM, 'pull', url_text, 'FOLDER'])}"
     command = rebuild_command(path)
     if command == BUILD_ALL and (names := _names_near(Path(os.path.abspath(text)))):

@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+from support import small_builds
 from support.disk import META_NAME
 from support.errors import refused
 from support.mounted_caches import (
@@ -205,3 +206,39 @@ def test_nothing_is_logged_of_a_sound_run(bucket, local, caplog):
     digest(stream(f"file://{bucket}", local=local))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert np.isfinite(only_mount().requests)
+
+
+def test_a_folder_that_was_removed_is_made_again(cache, bucket, local):
+    expected = digest(stream(cache))
+    assert digest(stream(f"file://{bucket}", local=local)) == expected
+    shutil.rmtree(local)
+    assert digest(stream(f"file://{bucket}", local=local)) == expected
+
+
+def test_a_second_opening_changes_only_the_bounds_that_it_names(bucket, local):
+    opened(bucket, local, max_bytes="20 MiB", max_ahead="2 MiB")
+    opened(bucket, local)
+    assert (only_mount().max_bytes, only_mount().max_ahead) == (20 << 20, 2 << 20)
+    opened(bucket, local, max_bytes="40 MiB")
+    assert (only_mount().max_bytes, only_mount().max_ahead) == (40 << 20, 2 << 20)
+
+
+@pytest.mark.parametrize("local", [None, "", "s3://team/pieces"])
+def test_what_was_fetched_needs_a_folder_here(bucket, local, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.iterdir())
+    with refused("E101", "local=DIR"):
+        opened(bucket, local)
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_split_without_text_is_refused_as_in_a_local_cache(local, tmp_path):
+    small_builds.pretrain(tmp_path / "built", items=[("train", "the beginning and the end", "a")])
+    url = copied(tmp_path / "built", tmp_path / "bucket")
+    with refused("E204", f"{url}/val: ", "no shard"):
+        PretrainSplit(f"{url}/val", local=local)
+
+
+def test_a_split_that_contradicts_the_url(bucket, local):
+    with pytest.raises(ValueError, match=f"file://{bucket}/train"):
+        PretrainSplit(f"file://{bucket}/train", split="val", local=local)

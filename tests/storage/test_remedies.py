@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from niels_gpt.kinds.verify import verify
 from niels_gpt.recipes.plan import every_key
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.remedies import build_command, rebuild_command
+from niels_gpt.storage.remedies import build_command, instead_of, rebuild_command
 
 PROGRAM = "niels-gpt"
 ROWS = 8_000  # more than are read ahead, so that a source that fails later leaves an unfinished build
@@ -231,3 +232,9 @@ def test_a_record_of_a_strangers_folder_gives_no_other_command(built):
     for content in (b"", b"[" * 100_000, b"[]", b'{"settings": 3}', b"\xff"):
         runs.write_bytes(content)
         assert rebuild_command(built) is not None
+
+
+@pytest.mark.parametrize("url", ["s3://team/caches/wiki", "file:///caches/wiki", "file://localhost/caches/wiki"])
+def test_a_url_in_place_of_a_folder_is_repeated_in_the_command_that_fetches_it(url):
+    assert f"pull {url} FOLDER" in instead_of(url)
+    assert "localhost" in url or f"pull {url} FOLDER" in instead_of(Path(url))
