@@ -136,8 +136,26 @@ def caches_at(url: str) -> dict[str, Found]:
     if total > _MOST_META_BYTES:
         found, remedy = f"{len(keys):,} caches with {size_text(total)} of {META_NAME}", "Name a folder in it"
         raise CacheError(bucket.shown, found, f"at most {size_text(_MOST_META_BYTES)}", remedy, code="E206")
-    with ThreadPoolExecutor(_JOBS, thread_name_prefix="list") as executor:
+    with _requests(bucket) as executor:
         return dict(zip(keys, executor.map(partial(_found, bucket, sizes), keys), strict=True))
+
+
+@contextmanager
+def _requests(bucket: Bucket) -> Iterator[ThreadPoolExecutor]:
+    """Yield threads for requests, which are given up when the block ends."""
+    stop = threading.Event()
+
+    def pause(seconds: float) -> None:
+        if stop.wait(seconds):
+            raise Stopped
+
+    bucket.patience.pause = pause
+    with ThreadPoolExecutor(_JOBS, thread_name_prefix="requests") as executor:
+        try:
+            yield executor
+        finally:
+            stop.set()
+            executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _key_of(name: str) -> str | None:
@@ -326,7 +344,7 @@ class RemoteChecks(FileChecks):
 
     def _ranges(self, name: str, size: int) -> Iterator[memoryview]:
         starts, asked = iter(range(0, size, RANGE_BYTES)), deque[Future[bytes]]()
-        with self._requests() as executor:
+        with _requests(self._bucket) as executor:
 
             def ask(start: int) -> Future[bytes]:
                 return executor.submit(self._bucket.part, name, start, min(start + RANGE_BYTES, size))
@@ -337,23 +355,6 @@ class RemoteChecks(FileChecks):
                 self._mount.fetched_bytes += len(content)
                 asked.extend(map(ask, islice(starts, 1)))
                 yield memoryview(content)
-
-    @contextmanager
-    def _requests(self) -> Iterator[ThreadPoolExecutor]:
-        """Yield threads for requests, which are given up when the block ends."""
-        stop = threading.Event()
-
-        def pause(seconds: float) -> None:
-            if stop.wait(seconds):
-                raise Stopped
-
-        self._bucket.patience.pause = pause
-        with ThreadPoolExecutor(_JOBS, thread_name_prefix="verify") as executor:
-            try:
-                yield executor
-            finally:
-                stop.set()
-                executor.shutdown(wait=False, cancel_futures=True)
 
     # --- a sample -----------------------------------------------------------------------------------------------------
 
@@ -371,7 +372,7 @@ class RemoteChecks(FileChecks):
         self._total_bytes = sum(record["bytes"] for record in whole) + BLOCK_BYTES * len(chosen)
         for record in whole:
             yield from self.read(record)
-        with self._requests() as executor:
+        with _requests(self._bucket) as executor:
             wanted = [(summed[file], block) for file, block in chosen]
             for (record, block), right in zip(wanted, executor.map(self._is_right, wanted), strict=True):
                 self.compared["blocks_compared"] += 1

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -186,16 +187,40 @@ def test_the_remedy_of_a_file_at_a_url_sends_the_cache_again(sent):
     assert str(of_file).endswith(f" niels-gpt push CACHE {url} --check") and "push" not in str(of_ids)
 
 
+def started(*words, **environment):
+    """Start a command."""
+    run = f"import sys; from niels_gpt.commands import start; sys.argv[1:] = {words}; sys.exit(start())"
+    return subprocess.Popen([sys.executable, "-c", run], env=os.environ | environment)
+
+
 @pytest.mark.slow
 def test_a_command_that_is_stopped_leaves_nothing(large, tmp_path, leaves_nothing):
     push(large, f"file://{tmp_path}/there")
-    words = ["verify", "--deep", *[f"file://{tmp_path}/there"] * 50]
-    run = f"import sys; from niels_gpt.commands import start; sys.argv[1:] = {words}; sys.exit(start())"
-    process = subprocess.Popen([sys.executable, "-c", run], env=os.environ | {"TMPDIR": str(leaves_nothing)})
+    process = started("verify", "--deep", *[f"file://{tmp_path}/there"] * 50, TMPDIR=str(leaves_nothing))
     while not os.listdir(leaves_nothing) and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
+
+
+@pytest.mark.slow
+def test_a_list_that_is_stopped_waits_for_no_silent_server(here, s3_server):
+    push(here / "pretrain/roam", "s3://team/silent/roam")
+    asked, released = threading.Event(), threading.Event()
+
+    def silent(*_):
+        asked.set()
+        released.wait(60)
+
+    s3_server.lies = {b"GET /team/silent/roam/meta.json": silent}
+    process = started("list", "s3://team/silent")
+    try:
+        assert asked.wait(60)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    finally:
+        process.kill()
+        released.set()
 
 
 def test_an_interrupt_while_the_folder_is_removed_leaves_nothing(sent, monkeypatch):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from io import BytesIO
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -17,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from niels_gpt.buckets.bucket import in_thread
 from niels_gpt.eagle3.format.layout import MAX_HEADER, Tensors, row_bytes_of, shard_path, tensors_header_in
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.mounted import Mounted
@@ -90,9 +93,13 @@ class Fetched:
             self.mount.refuse(shard_path("", shard), f"{error.found}, in a second attempt too", error.expected)
 
     def each(self, shards: int, read: Callable[[int], T]) -> list[T]:
-        """Return what `read` returns for each shard; several are read at once."""
-        with ThreadPoolExecutor(_JOBS, "opening") as threads:
-            return list(threads.map(lambda shard: self.twice(shard, lambda: read(shard)), range(shards)))
+        """Return what `read` returns for each shard; several are read at once, and an exit does not wait for them."""
+        found, asked = list[T](), deque[Future[T]]()
+        for shard in range(shards):
+            asked.append(in_thread(partial(self.twice, shard, partial(read, shard))))
+            if len(asked) >= _JOBS:
+                found.append(asked.popleft().result())
+        return found + [each.result() for each in asked]
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
