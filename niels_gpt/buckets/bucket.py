@@ -312,6 +312,8 @@ class Bucket:
                 if self.is_local and isinstance(error, OSError):
                     raise
                 reason = redacted(f"{type(error).__name__}: {error}")
+                if not threading.main_thread().is_alive():  # libraries refuse new work, which is no fault of the server
+                    raise CacheError(self.at(name), f"not read, because Python ends: {reason}", code="E612") from None
                 if not may_pass(error):
                     remedy = _NO_BUCKET if _is_too_long(error) else _CREDENTIALS
                     raise CacheError(self.at(name), f"refused: {reason}", remedy=remedy, code="E612") from None

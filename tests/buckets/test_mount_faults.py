@@ -285,6 +285,14 @@ def test_a_process_ends_while_its_threads_fetch(s3_server, url, local):
     assert time.monotonic() - begin < 60
 
 
+def test_a_process_that_ends_warns_of_no_failed_request(s3_server, large, local):
+    push(large, "s3://team/ends")
+    s3_server.delay_s = 0.05
+    for number in range(3):
+        process = run("s3://team/ends", local.with_name(f"local{number}"), "leave")
+        assert process.communicate(timeout=60) == ("", "") and process.returncode == 0
+
+
 def test_an_interrupt_during_a_fetch(s3_server, cache, url, local):
     s3_server.bytes_per_s = 1 << 20
     out, err = (process := run(url, local, "interrupt")).communicate(timeout=60)
