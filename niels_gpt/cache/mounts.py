@@ -726,7 +726,11 @@ _SIZE = re.compile(r"(?i)(\d{1,15}(?:\.\d{1,6})?) ?((?:[kmgt]i?)?b|)")
 
 def _again(url: str, local: Path, max_bytes: int, max_ahead: int, raw: bytes) -> Mount:
     """Return the mount of this process, for a copy. Reads no meta.json."""
-    return _mount_of(url, raw, local) or Mount(url, local, max_bytes, max_ahead, raw)
+    mount = _mount_of(url, raw, local)
+    if mount is None:
+        return Mount(url, local, max_bytes, max_ahead, raw)
+    mount.make_folders()
+    return mount
 
 
 def _mount_of(url: str, raw: bytes, local: Path) -> Mount | None:

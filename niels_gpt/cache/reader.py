@@ -28,10 +28,10 @@ class AtURL(TypedDict, total=False):
     local: str | os.PathLike[str] | None
     """Of a cache at a URL: a folder here for what is fetched, which processes share. See docs/buckets.md."""
     max_bytes: int | str | None
-    """Of a cache at a URL: most bytes in `local`, such as "50 GiB"; None: 10 GiB."""
+    """Of a cache at a URL: most bytes in `local`, such as "50 GiB"; None: as this process has it open, else 10 GiB."""
     max_ahead: int | str | None
     """Of a cache at a URL: bytes that each process fetches ahead of its reading, at most a quarter of max_bytes; None:
-    256 MiB."""
+    as this process has it open, else 256 MiB."""
 
 
 class Opening(AtURL, total=False):

@@ -212,7 +212,10 @@ def test_a_folder_that_was_removed_is_made_again(cache, bucket, local):
     expected = digest(stream(cache))
     assert digest(stream(f"file://{bucket}", local=local)) == expected
     shutil.rmtree(local)
-    assert digest(stream(f"file://{bucket}", local=local)) == expected
+    first = stream(f"file://{bucket}", local=local)
+    shutil.rmtree(local)
+    assert digest(pickle.loads(pickle.dumps(first))) == expected
+    assert digest(first) == expected
 
 
 def test_a_second_opening_changes_only_the_bounds_that_it_names(bucket, local):
