@@ -50,6 +50,8 @@ def _at_hand(cache: Path | str, local: Path | None) -> Path:
     """Return the folder of a cache; of a URL one that stands for it until the command ends."""
     from niels_gpt.kinds.urls import at_hand
 
+    if isinstance(cache, Path) and local is not None:
+        raise UsageError(f"{cache}: --local of a folder on this machine, expected a URL")
     return Path(cache) if isinstance(cache, Path) else click.get_current_context().with_resource(at_hand(cache, local))
 
 

@@ -156,7 +156,8 @@ def test_a_few_blocks_of_a_large_cache_are_fetched(large, tmp_path, caplog):
     assert any("fetched" in record.getMessage() for record in caplog.records)
 
 
-def test_a_folder_keeps_what_was_fetched(sent, tmp_path):
+def test_a_folder_keeps_what_was_fetched(here, sent, tmp_path):
+    assert niels_gpt("show", here / "sft/oasst1", "--local", tmp_path / "kept").status == 2
     for _ in range(2):
         assert niels_gpt("show", f"file://{sent}/sft/oasst1", "--local", tmp_path / "kept").status == 0
     assert list((tmp_path / "kept").glob("oasst1-*/meta.json"))
