@@ -84,7 +84,8 @@ def scheme_of(url: str) -> str:
     if kind not in _SCHEMES:
         raise ValueError(f"{printable(scheme)[:40]}://: expected a path or one of {_known()}")
     if not url or (not colon and is_url(url)):
-        raise ValueError(f"{printable(url)[:40] or 'an empty URL'}: expected a path or {_known()}")
+        why = " with two slashes: a Path keeps only one, so pass the URL as text" if url else ""
+        raise ValueError(f"{printable(url)[:40] or 'an empty URL'}: expected a path or {_known()}{why}")
     if kind not in ("file", "memory") and rest.partition("/")[0] == "":
         raise ValueError(f"{kind}://: expected the name of a bucket after it, and a folder")
     user, at, _ = rest.partition("/")[0].rpartition("@")

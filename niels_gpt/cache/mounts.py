@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import re
+import shlex
 import threading
 import time
 import weakref
@@ -154,7 +155,7 @@ class Mount:
         self.meta = parsed_meta(raw, where)
         if "shards" in self.meta and self.meta.get("checksums", {}).get("block_bytes") != BLOCK_BYTES:
             found = "no checksums of blocks, as in caches of earlier builds and other tools"  # others arrive whole
-            raise CacheError(where, found, remedy="Copy it: niels-gpt pull URL DEST", code="E208")
+            raise CacheError(where, found, remedy=f"Copy it: niels-gpt pull {shlex.quote(self.url)} DEST", code="E208")
         self.records: Mapping[str, Mapping[str, Any]] = {
             str(record["name"]): record for record in file_records(self.meta, where)
         }

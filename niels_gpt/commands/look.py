@@ -50,6 +50,8 @@ def _at_hand(cache: Path | str, local: Path | None) -> Path:
     """Return the folder of a cache; of a URL one that stands for it until the command ends."""
     from niels_gpt.kinds.urls import at_hand
 
+    if isinstance(cache, Path) and local is not None:
+        raise UsageError(f"{cache}: --local of a folder on this machine, expected a URL")
     return Path(cache) if isinstance(cache, Path) else click.get_current_context().with_resource(at_hand(cache, local))
 
 
@@ -233,6 +235,7 @@ def verify(path: tuple[Path | str, ...], deep: bool) -> Result:
     from niels_gpt.kinds.folders import caches_of
     from niels_gpt.kinds.verify import find_damage
     from niels_gpt.recipes.records import TOKENIZER_KEY
+    from niels_gpt.storage.mounted import is_url
     from niels_gpt.storage.remedies import push_command
 
     caches, errors = caches_of(each for each in path if isinstance(each, Path))
@@ -242,7 +245,7 @@ def verify(path: tuple[Path | str, ...], deep: bool) -> Result:
     found: dict[str, Any] = {}
     for name, error in errors.items():
         failed = [{"file": "", "offset": 0, "end": 0, "problem": str(error)}]
-        found[name] = {"damages": failed, "compared": {}} if name in path else failed  # of a URL, else of a path
+        found[name] = {"damages": failed, "compared": {}} if is_url(name) else failed
     damaged: list[Path] = []
     for cache in caches:
         with progress_bar(escaped(cache), unit="B", items="files") as progress:
@@ -271,8 +274,14 @@ def _verified(urls: Iterable[str], errors: dict[str, Exception], *, deep: bool) 
         try:
             for key, listed in caches_at(url).items():
                 cache = f"{url.rstrip('/')}/{key}".rstrip("/")
-                with progress_bar(escaped(cache), unit="B", items="files") as progress:
-                    found[cache] = find_damage_at(cache, listed, deep=deep, progress=progress)
+                try:
+                    with progress_bar(escaped(cache), unit="B", items="files") as progress:
+                        found[cache] = find_damage_at(cache, listed, deep=deep, progress=progress)
+                except CacheError as error:
+                    if error.code not in ("E208", "E610"):
+                        raise
+                    errors[cache] = error  # of this one alone
+                    continue
                 say(f"{damage_lines(cache, found[cache].damages)}\n  {found[cache]}")
         except (CacheError, OSError) as error:
             errors[url] = error

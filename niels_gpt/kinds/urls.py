@@ -221,8 +221,8 @@ def find_damage_at(url: str, listed: Found | None = None, *, deep: bool, progres
     of all others a sample of blocks. Then the readers open it. deep: reads every file once, and compares its sha256
     and the CRC-32 of each block; of tokens also ids and sentinels, but no counts of tokens with loss.
     progress: called with files, bytes read, and bytes to read in all.
-    Raises: ValueError for the URL; NotFound without a meta.json; CacheError E610 if the cache was replaced meanwhile,
-        E612; E501 without room.
+    Raises: ValueError for the URL; NotFound without a meta.json; CacheError E208 for a cache that can only be pulled,
+        E610 if it was replaced meanwhile, E612; E501 without room.
     """
     files: RemoteChecks | None = None
     if listed is not None and listed.error is not None and listed.error.code == "E204":
@@ -245,7 +245,7 @@ def find_damage_at(url: str, listed: Found | None = None, *, deep: bool, progres
     except MetaDamage as error:
         return Verified([error.damage], {})
     except CacheError as error:
-        if error.code in _NO_DAMAGE:
+        if error.code in _NO_DAMAGE or error.code == "E208":  # of an earlier build: it can be pulled
             raise
         return Verified([_damage(error, printable(url.rstrip("/")))], {} if files is None else files.compared)
 

@@ -1,5 +1,6 @@
 """show, stats, locate, list and verify of caches at URLs: as of local ones, with few bytes fetched and nothing left."""
 
+import json
 import logging
 import os
 import shutil
@@ -18,6 +19,7 @@ from support.disk import META_NAME
 from support.errors import refused
 from support.small_caches import change_meta
 
+from niels_gpt.cache import write_meta
 from niels_gpt.cache.formats import BLOCK_BYTES
 from niels_gpt.exchange.transfer.push import push
 from niels_gpt.kinds import look, urls
@@ -154,7 +156,8 @@ def test_a_few_blocks_of_a_large_cache_are_fetched(large, tmp_path, caplog):
     assert any("fetched" in record.getMessage() for record in caplog.records)
 
 
-def test_a_folder_keeps_what_was_fetched(sent, tmp_path):
+def test_a_folder_keeps_what_was_fetched(here, sent, tmp_path):
+    assert niels_gpt("show", here / "sft/oasst1", "--local", tmp_path / "kept").status == 2
     for _ in range(2):
         assert niels_gpt("show", f"file://{sent}/sft/oasst1", "--local", tmp_path / "kept").status == 0
     assert list((tmp_path / "kept").glob("oasst1-*/meta.json"))
@@ -369,6 +372,17 @@ def test_a_cache_that_is_replaced_meanwhile_is_no_damage(there, deep):
     with before("part", replace):
         done = niels_gpt("verify", f"file://{cache}", *deep)
     assert done.status == 1 and "E610" in done.err and not done.out
+
+
+def test_a_cache_without_checksums_is_no_damage(there):
+    cache = there / "pretrain/roam"
+    meta = json.loads((cache / META_NAME).read_bytes())
+    del meta["checksums"]
+    write_meta(str(cache / META_NAME), meta)
+    done = niels_gpt("verify", f"file://{there}", "--json")
+    assert done.status == 1 and "E208" in done.err and f"niels-gpt pull file://{cache} DEST" in done.err
+    assert "checksums" in done.json[f"file://{cache}"]["damages"][0]["problem"]
+    assert done.json[f"file://{there}/sft/oasst1"]["damages"] == []  # others are verified
 
 
 def test_a_part_of_a_cache_is_no_damage(sent):

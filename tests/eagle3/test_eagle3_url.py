@@ -13,6 +13,7 @@ from itertools import islice
 import fsspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.commands import niels_gpt
 from support.disk import meta_bytes
 from support.eagle3_native import write_native
@@ -278,6 +279,22 @@ def test_local_without_a_url_is_refused(tmp_path, place):
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_without_slots_is_refused(tmp_path, place):
+    cache = tmp_path / "c"
+    write_cache(cache, samples=3, shard_size=3)
+    path, receipt = cache / "shard-000000.safetensors", cache / "sidecar/shard-000000.json"
+    tensors = load_file(path)
+    path.unlink()
+    save_file({**tensors, "extra": torch.arange(3)}, path)
+    raw = path.read_bytes()
+    header = raw[: 8 + int.from_bytes(raw[:8], "little")]
+    about = {"bytes": len(raw), "header_sha256": hashlib.sha256(header).hexdigest()}
+    receipt.write_text(json.dumps(json.loads(receipt.read_bytes()) | about))
+    sealed(cache)
+    with refused("E701", "shard-000000"):
+        CachedEagle3Dataset(f"file://{cache}", **place)[0]
 
 
 @pytest.mark.parametrize("form", ["version 1", "native"])

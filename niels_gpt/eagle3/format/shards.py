@@ -484,6 +484,11 @@ class DenseShards(Shards[DenseShard]):
         slots, _ = self._stated_in_receipt(shard, row)
         spans, begin = {}, len(header)
         for name, field in fields.items():
+            if not any(field[1][:1]):  # of another tool
+                where = shard_path(self.cache_dir, shard)
+                raise CacheError(
+                    where, f"{shortened(name)} has no slots", "some, as a receipt states them", code="E701"
+                )
             size, all_slots = row_bytes_of(field), field[1][0]
             used = all_slots if name in INT_FIELDS else min(slots, all_slots)  # of the others only these are not zero
             spans[name] = begin + row * size, begin + row * size + size // all_slots * used
