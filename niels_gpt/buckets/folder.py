@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from niels_gpt.storage.errors import CacheError, NoRoomError
-from niels_gpt.storage.fileio import META_NAME, NO_LINK, walked
+from niels_gpt.storage.fileio import META_NAME, NO_LINK, NotRegularError, open_for_reading, walked
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,9 @@ class BoundedFolder:
 
     def trim(self) -> None:
         """Remove what is beyond `max_bytes`, which may have been more until now."""
-        with suppress(BusyFolderError, FileNotFoundError):
-            text = (self.path / _USED).read_bytes()[:32]
+        with suppress(BusyFolderError, FileNotFoundError, NotRegularError):
+            with open(open_for_reading(self.path / _USED), "rb") as file:
+                text = file.read(32)
             if text.isdigit() and int(text) > self.max_bytes:
                 self._allocate(-1, 0)
 

@@ -127,6 +127,14 @@ def test_a_count_of_bytes_that_is_wrong_is_counted_again(cache, local, text):
     assert int((local / "used").read_bytes()) == sum(sizes)
 
 
+def test_a_pipe_in_place_of_the_count_stops_no_reader_that_needs_no_room(cache, local):
+    expected = digest(stream(f"file://{cache.resolve()}", local=local))
+    MOUNTED.clear()
+    (local / "used").unlink()
+    os.mkfifo(local / "used")
+    assert digest(stream(f"file://{cache.resolve()}", local=local)) == expected
+
+
 @pytest.mark.parametrize(
     "kind", ["altered", "shorter", "longer", "link", "fifo", "half link", "half fifo", "half folder"]
 )
