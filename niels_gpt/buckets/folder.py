@@ -42,7 +42,7 @@ _RENEWED_NS = 10_000_000_000  # a piece that is read this soon again keeps its t
 _SETTLED_NS = 100_000_000  # more than the step of the times of files
 _OWN = "Name a folder that only these runs write to: local=DIR"
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EACCES)
-_KEPT = (META_NAME, "index/crc32.bin")  # small, and needed to compare all others
+_LAST = (META_NAME, "index/crc32.bin")  # to go, because all others are compared with them
 
 
 class BusyFolderError(NoRoomError):
@@ -149,19 +149,17 @@ class BoundedFolder:
     def _recounted(self, most: int | None) -> tuple[int, int]:
         """Return the bytes in the folder, after the oldest files went until at most `most` are left; None: none goes.
 
-        Also returns how many of them are on their way. Only files of mounts go: no half that somebody writes, and not
-        what is needed to compare all others.
+        Also returns how many of them are on their way. Only files of mounts go, and no half that somebody writes.
         """
-        found, total, arriving = list[tuple[int, int, Path]](), 0, 0
+        found, total, arriving = list[tuple[bool, int, int, Path]](), 0, 0
         for mount in self._mounts():
             with suppress(OSError):  # somebody removed or moved it
                 for _, names, about in walked(mount):
                     name = "/".join(names)
                     if stat.S_ISREG(about.st_mode):
                         total += about.st_size
-                        if name not in _KEPT:
-                            found.append((about.st_atime_ns, about.st_size, mount / name))
-        for _, size, path in sorted(found):
+                        found.append((name in _LAST, about.st_atime_ns, about.st_size, mount / name))
+        for _, _, size, path in sorted(found):
             if most is None or total <= most:
                 break
             if _gone(path):

@@ -328,6 +328,19 @@ def test_an_old_folder_of_another_program_with_such_a_name_stays(large, local):
     assert (local / "mine-0123456789ab" / "work").stat().st_size == 17 << 20
 
 
+def test_what_is_left_of_replaced_versions_goes_when_nothing_else_can(large, local):
+    split = opened(large, local, max_bytes="16 MiB")
+    for version in ("wiki-000000000000", "wiki-000000000001"):
+        (local / version / ".pieces").mkdir(parents=True)
+        (local / version / "meta.json").write_bytes(bytes(8 << 20))
+        os.utime(local / version / "meta.json", (0, 0))
+    (local / "used").write_bytes(b"unknown")
+    for at in range(0, split.num_tokens - 10, PIECE_BYTES // 2):
+        split.stream(at, at + 10)
+    assert not (local / "wiki-000000000000" / "meta.json").exists()
+    assert (only_mount().folder / "meta.json").exists(), "the newest ones stay"
+
+
 def test_what_a_killed_process_left_is_overwritten(cache, local):
     opened(cache, local)
     folder = only_mount().folder / ".pieces"
