@@ -89,7 +89,7 @@ class BoundedFolder:
             if used + size > self.max_bytes >= size:
                 used, arriving = self._recounted(self.max_bytes - self.max_bytes // _SLACK - size)
             if used + size > self.max_bytes:
-                found = f"max_bytes={self.max_bytes:,} of {self.path}: {used:,} are on their way or must stay"
+                found = f"max_bytes={self.max_bytes:,} of {self.path}: {used:,} are on their way"
                 kind = BusyFolderError if used - arriving + size <= self.max_bytes else NoRoomError
                 raise kind(f"{found}, and {size:,} more do not fit. Raise max_bytes")
             if size:
