@@ -13,7 +13,8 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
@@ -510,3 +511,14 @@ def in_thread(ask: Callable[[], _T]) -> Future[_T]:
 
     threading.Thread(target=run, name="request", daemon=True).start()
     return request
+
+
+def in_order(jobs: Iterable[Callable[[], _T]], at_once: int) -> Iterator[_T]:
+    """Yield the result of each job, in their order; so many run at once, in threads that an exit does not wait for."""
+    running = deque[Future[_T]]()
+    for job in jobs:
+        running.append(in_thread(job))
+        if len(running) >= at_once:
+            yield running.popleft().result()
+    for request in running:
+        yield request.result()

@@ -1,6 +1,6 @@
 """A bounded folder of pieces of files, which all processes of a machine share. Pieces least recently used go first.
 
-    LOCAL/used                       bytes in LOCAL, by whoever changed them last; its flock is held for that
+    LOCAL/used                       bytes in LOCAL, by the last change of them; its flock is held for a change
     LOCAL/NAME-0123456789ab/         one cache, as its meta.json was: 12 digits of the sha256 of meta.json
         meta.json, index/...         small files, whole, under their own names
         .pieces/FILE-PIECE           1 MiB of a large file: numbers of the file and of the piece, in hexadecimal digits
@@ -46,7 +46,7 @@ _LAST = (META_NAME, "index/crc32.bin")  # to go, because all others are compared
 
 
 class BusyFolderError(NoRoomError):
-    """There is no room beside what is on its way, but there will be."""
+    """Files on their way take the room, but there will be some."""
 
 
 class BoundedFolder:

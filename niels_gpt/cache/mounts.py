@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.buckets import folder as folders
-from niels_gpt.buckets.bucket import RANGE_BYTES, Bucket, in_thread, scheme_of
+from niels_gpt.buckets.bucket import RANGE_BYTES, Bucket, in_order, scheme_of
 from niels_gpt.buckets.folder import HALF, PIECES, BoundedFolder, BusyFolderError, opened, read_at, remove
 from niels_gpt.cache.checksums import CRC_DTYPE, covered_files
 from niels_gpt.cache.formats import BLOCK_BYTES, SPLITS, crc32, num_blocks
@@ -298,13 +298,8 @@ class Mount:
         if self._bucket.is_local or len(begins) < 2:
             yield from self._bucket.pieces(name, 0, size)
             return
-        asked = deque[Future[bytes]]()
-        for begin in begins:
-            asked.append(in_thread(partial(self._bucket.part, name, begin, min(begin + RANGE_BYTES, size))))
-            if len(asked) >= _RANGES:
-                yield asked.popleft().result()
-        while asked:
-            yield asked.popleft().result()
+        parts = (partial(self._bucket.part, name, begin, min(begin + RANGE_BYTES, size)) for begin in begins)
+        yield from in_order(parts, _RANGES)
 
     def refuse(self, name: str, found: str, expected: str = "") -> NoReturn:
         """Raise the error of a file at the URL that is not as it was when the cache was mounted: E610 or E611."""

@@ -200,11 +200,11 @@ class SFTSplit(Reader):
     def will_read_all(self) -> None:
         """Say that all tokens will be read next, in order, or where there are loss bits, all of these."""
         if self.is_fetched:
-            begins, ends = np.zeros(1, dtype=np.int64), np.array([self.num_tokens])
+            zero, end = np.zeros(1, dtype=np.int64), np.array([self.num_tokens])
             if self._bits is not None:
-                self._bits.will_read(begins, ends)
+                self._bits.will_read(zero, end)
             else:
-                self._file.will_read(np.zeros(1, dtype=np.int64), begins, ends)
+                self._file.will_read(zero, zero, end)
 
     def read(self, begins: Numbers, ends: Numbers, pads: Numbers | None = None, pad_id: int = 0) -> Ids:
         """Return the tokens of ranges, end to end: ids [sum]; one range from a map: a read-only view of the file.

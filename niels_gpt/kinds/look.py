@@ -196,7 +196,7 @@ def _tokenizer_at(mount: Any) -> Path:
         except CacheNotFound:
             continue
         except CacheError as error:
-            if error.code != "E612":  # whoever may read the cache need not be allowed to look there
+            if error.code != "E612":  # a user who may read the cache need not be allowed to look there
                 raise
             why = f" ({error.problem})"
         except ValueError:  # above the bucket

@@ -326,7 +326,7 @@ class RemoteChecks(FileChecks):
         return damages
 
     def pieces(self, record: Record) -> Iterator[memoryview]:
-        """Yield the bytes of a file, several ranges of which are on their way at once."""
+        """Yield the bytes of a file; several ranges are on their way at once."""
         try:
             if record["name"] in self._kept:
                 try:

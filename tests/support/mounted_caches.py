@@ -1,4 +1,4 @@
-"""Caches of several pieces of 1 MiB, the folders they are read through, and what came out: shared by tests/buckets."""
+"""Caches of several pieces of 1 MiB, the folders they are read through, and the results: shared by tests/buckets."""
 
 import hashlib
 import json

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from io import BytesIO
 from types import MappingProxyType
@@ -19,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from niels_gpt.buckets.bucket import in_thread
+from niels_gpt.buckets.bucket import in_order
 from niels_gpt.eagle3.format.layout import MAX_HEADER, Tensors, row_bytes_of, shard_path, tensors_header_in
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.mounted import Mounted
@@ -94,12 +92,7 @@ class Fetched:
 
     def each(self, shards: int, read: Callable[[int], T]) -> list[T]:
         """Return what `read` returns for each shard; several are read at once, and an exit does not wait for them."""
-        found, asked = list[T](), deque[Future[T]]()
-        for shard in range(shards):
-            asked.append(in_thread(partial(self.twice, shard, partial(read, shard))))
-            if len(asked) >= _JOBS:
-                found.append(asked.popleft().result())
-        return found + [each.result() for each in asked]
+        return [*in_order((partial(self.twice, shard, partial(read, shard)) for shard in range(shards)), _JOBS)]
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
