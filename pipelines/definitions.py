@@ -22,7 +22,7 @@ import dagster as dg
 from niels_gpt.kinds.homes import home_assets
 from niels_gpt.settings import Settings
 from pipelines import assets, partitions
-from pipelines.automation import automation_of, condition_of, switched_on
+from pipelines.automation import HOURLY, automation_of, condition_of, switched_on
 from pipelines.checks import checks_of
 from pipelines.deployment import Deployment
 from pipelines.describe import described
@@ -40,6 +40,8 @@ def niels_definitions(
     op_tags: Mapping[str, Any] | None = None,
     group_prefix: str = "",
     automation: bool | Collection[str] = False,
+    observe_cron: str = HOURLY,
+    freshness: dg.FreshnessPolicy | None = None,
 ) -> dg.Definitions:
     """Return assets, checks, jobs and the resource `settings`, for `dg.Definitions.merge` in any deployment.
 
@@ -51,7 +53,9 @@ def niels_definitions(
         user-defined sources appear when the definitions are reloaded.
     owners, tags: of every asset, in Dagster's form. op_tags: of every step that builds.
     group_prefix: stands before the name of every group.
-    automation: schedules and sensors that are on from the start; True: all. See `pipelines.automation`.
+    automation: sensors that are on from the start; True: all. See `pipelines.automation`.
+    observe_cron: when the sensor `observe` observes the sources: a cron expression, in UTC.
+    freshness: how old the tokenizer and the caches may be, in Dagster's terms; None: Dagster evaluates no freshness.
     """
     deployment = Deployment(
         settings=settings_from_environment() if settings is None else settings,
@@ -61,6 +65,8 @@ def niels_definitions(
         op_tags=dict(op_tags or {}),
         group_prefix=group_prefix,
         automation=switched_on(automation),
+        observe_cron=observe_cron,
+        freshness=freshness,
     )
     chosen = deployment.settings
     versions = code_versions(chosen)
@@ -70,7 +76,9 @@ def niels_definitions(
     def completed(spec: dg.AssetSpec) -> dg.AssetSpec:
         path = deployment.path_of(spec.key)
         return described(deployment, spec).replace_attributes(
-            code_version=versions.get(path), automation_condition=condition_of(deployment, path)
+            code_version=versions.get(path),
+            automation_condition=condition_of(deployment, path),
+            freshness_policy=deployment.freshness if path in versions else None,
         )
 
     ours = dg.Definitions(
