@@ -126,10 +126,10 @@ def _plan_partitions(deployment: Deployment, upstream: Sequence[str]) -> dg.OpDe
         core = with_installed(asked.settings)
         unfinished: list[int] = []
         with step(context, deployment), suppress(LeftOut):  # the last step says so
-            start_over(context, deployment, asked, path)
+            damaged = start_over(context, deployment, asked, path)
             if is_in_partitions(core, path):
                 units = units_of(core, path, observed=newer_observation(context, deployment, core, path))
-                unfinished = units.unfinished()
+                unfinished = (units.plan and damaged) or units.unfinished()
                 done = f"{core.partitions - len(unfinished)} finished, {len(unfinished)} to build"
                 found = done if units.plan else "up to date"
                 context.log.info(f"{path}: {core.partitions} partitions: {found}")
