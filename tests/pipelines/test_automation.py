@@ -49,6 +49,18 @@ def test_everything_is_off_unless_it_is_named():
         niels_definitions(automation=["hourly"])
 
 
+def test_freshness_is_of_what_is_built_and_by_default_of_nothing():
+    def policies(**given):
+        specs = niels_definitions(settings=Settings(source_root="sample"), **given).resolve_all_asset_specs()
+        return {spec.key.to_user_string(): spec.freshness_policy for spec in specs if spec.freshness_policy}
+
+    daily = dg.FreshnessPolicy.cron(deadline_cron="0 6 * * *", lower_bound_delta=timedelta(hours=6))
+    assert policies() == {}
+    assert policies(freshness=daily) == dict.fromkeys(
+        ["tokenizer", "eagle3/draft_vocab", "eagle3/targets", *CACHES], daily
+    )
+
+
 def test_a_job_has_the_assets_of_its_deployment_alone():
     neighbour = dg.Definitions(assets=[dg.AssetSpec("theirs"), dg.asset(lambda: None, name="mine")])
     repository = dg.Definitions.merge(niels_definitions("llm"), neighbour).get_repository_def()
