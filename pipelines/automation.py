@@ -31,6 +31,8 @@ FILES_SECONDS = 30.0
 """Seconds after which a tick of the sensor files leaves the other sources to the next one: Dagster ends it after 60."""
 RETRIED = {"dagster/max_retries": "2"}
 """Of a run that the sensor files asks for: Dagster repeats it where the instance's run_retries are enabled."""
+LOST = {**RETRIED, "dagster/retry_on_asset_or_op_failure": "false"}
+"""Of a run of the other sensors: repeated if its process has died, and not if one of its steps has failed."""
 _LOOKED_AT = 10  # of the observations of a source
 
 
@@ -111,6 +113,7 @@ def _evaluating(
         target=_select(deployment, paths),
         default_status=_status(deployment, name),
         description=description,
+        run_tags=LOST,
     )
 
 
