@@ -53,8 +53,7 @@ def niels_definitions(
         user-defined sources appear when the definitions are reloaded.
     owners, tags: of every asset, in Dagster's form. op_tags: of every step that builds.
     group_prefix: stands before the name of every group.
-    automation: sensors that are on from the start; True: all. See `pipelines.automation`.
-    observe_cron: when the sensor `observe` observes the sources: a cron expression, in UTC.
+    automation: sensors that are on from the start; True: all. observe_cron: when `observe` does it, in UTC.
     freshness: how old the tokenizer and the caches may be, in Dagster's terms; None: Dagster evaluates no freshness.
     """
     deployment = Deployment(
@@ -68,8 +67,7 @@ def niels_definitions(
         observe_cron=observe_cron,
         freshness=freshness,
     )
-    chosen = deployment.settings
-    versions = code_versions(chosen)
+    versions = code_versions(deployment.settings)
     of_homes = [assets_of(deployment) for assets_of in home_assets()]
     made = [*assets.assets_of(deployment), *(asset for home in of_homes for asset in home.caches)]
 
@@ -90,7 +88,7 @@ def niels_definitions(
             *(checks_of(deployment, path) for path in versions),
             *(check for home in of_homes for check in home.checks),
         ],
-        resources={deployment.resource: settings_resource(chosen)},
+        resources={deployment.resource: settings_resource(deployment.settings)},
     )
     return dg.Definitions.merge(ours, automation_of(deployment))
 
