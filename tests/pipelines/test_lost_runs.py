@@ -139,8 +139,9 @@ def built_by(home):
 
 def worker_of(dev, run):
     """Return the pid of the process of a run, without its steps."""
-    pids = [pid for pid in dev.processes() if run.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return min(pids)
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in dev.processes()}
+    (pid,) = [pid for pid, line in lines.items() if run.encode() in line and b"execute_run" in line]
+    return pid
 
 
 def files_of(cache):

@@ -209,6 +209,7 @@ def test_the_switches_of_the_automation_observe_the_sources(dagster, page, sft, 
 
     page.goto(f"{dagster.address}/automation")
     seen(page, "observe", "files", "rebuild")
+    page.locator("label:has(input[type=checkbox]:checked)").filter(visible=True).first.wait_for()
     look(page, tmp_path / "automation.png")
 
 
