@@ -25,7 +25,7 @@ def sketch(name: str, distributions: Distributions) -> str:
     drawn = [_panel(place * _PANEL, *each) for place, each in enumerate(distributions.items())]
     svg = f"<svg {_ROOT} height='{_PANEL * len(drawn)}'>{''.join(drawn)}</svg>"
     splits = next(iter(distributions.values()))
-    legend = " bars: {}, line: {}".format(*splits) if len(splits) > 1 else ""
+    legend = "\n\nbars: {}, line: {}".format(*splits) if len(splits) > 1 else ""
     return f"![{name}](<data:image/svg+xml,{quote(svg, safe=_SAFE)}>){legend}"
 
 

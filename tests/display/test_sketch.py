@@ -16,7 +16,7 @@ INLINE = 1000
 
 def drawn(text):
     """Return the paths and the texts of a sketch."""
-    picture = ElementTree.fromstring(unquote(re.fullmatch("!.*<data:image/svg.xml,(.+)>.*", text)[1]))
+    picture = ElementTree.fromstring(unquote(re.fullmatch("!.*<data:image/svg.xml,(.+)>.*", text, re.S)[1]))
     parts = [part for part in picture if part.tag.endswith("path")]
     return [part.get("d") for part in parts], [part.text for part in picture if part.tag.endswith("text")]
 
@@ -39,7 +39,7 @@ def test_two_panels_of_two_splits_stay_short_enough_to_be_shown(seed):
     lengths = {split: random.integers(1, 10 ** random.integers(1, 9), 1000) for split in ("train", "val")}
     shares = {split: random.uniform(0, 100, 1000) for split in lengths}
     text = sketch("examples", {"tokens per example": lengths, "times fewer after folding": shares})
-    assert len(text) < INLINE and text.endswith(" bars: train, line: val")
+    assert len(text) < INLINE and text.endswith("\n\nbars: train, line: val")
     paths, words = drawn(text)
     assert len(paths) == 4 and len(words) == 2
     assert all(max(heights(path)) == 40 for path in paths), "each split is as tall as the other one"
