@@ -14,18 +14,22 @@ raw/NAME                                           observed: the source text of 
 sft/                                               observed: the root for `--select sft/*`
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import dagster as dg
 
 from niels_gpt.kinds.homes import home_assets
+from niels_gpt.recipes.plan import every_key
+from niels_gpt.recipes.records import cache_root
 from niels_gpt.settings import Settings
+from niels_gpt.storage.remedies import PROGRAM
 from pipelines import assets, partitions
 from pipelines.automation import HOURLY, automation_of, condition_of, switched_on
 from pipelines.checks import checks_of
-from pipelines.deployment import Deployment
-from pipelines.describe import described
+from pipelines.deployment import CacheTranslator, Deployment, HomeAssets
+from pipelines.describe import code_link, described
 from pipelines.resources import settings_from_environment, settings_resource
 from pipelines.steps import BUILD_TAG
 from pipelines.versions import code_versions
@@ -42,6 +46,8 @@ def niels_definitions(
     automation: bool | Collection[str] = False,
     observe_cron: str = HOURLY,
     freshness: dg.FreshnessPolicy | None = None,
+    repository: str | None = None,
+    translator: CacheTranslator | None = None,
 ) -> dg.Definitions:
     """Return assets, checks, jobs and the resource `settings`, for `dg.Definitions.merge` in any deployment.
 
@@ -55,6 +61,9 @@ def niels_definitions(
     group_prefix: stands before the name of every group.
     automation: sensors that are on from the start; True: all. observe_cron: when `observe` does it, in UTC.
     freshness: how old the tokenizer and the caches may be, in Dagster's terms; None: Dagster evaluates no freshness.
+    repository: where the files of this version of niels_gpt lie, such as https://HOST/ORG/REPOSITORY/blob/TAG. Then an
+        asset's page has a link to the module that makes it.
+    translator: changes keys, groups, owners, tags and dependencies of single assets.
     """
     deployment = Deployment(
         settings=settings_from_environment() if settings is None else settings,
@@ -66,38 +75,70 @@ def niels_definitions(
         automation=switched_on(automation),
         observe_cron=observe_cron,
         freshness=freshness,
+        repository=repository,
     )
-    versions = code_versions(deployment.settings)
-    of_homes = [assets_of(deployment) for assets_of in home_assets()]
-    made = [*assets.assets_of(deployment), *(asset for home in of_homes for asset in home.caches)]
-
-    def completed(spec: dg.AssetSpec) -> dg.AssetSpec:
-        path = deployment.path_of(spec.key)
-        return described(deployment, spec).replace_attributes(
-            code_version=versions.get(path),
-            automation_condition=condition_of(deployment, path),
-            freshness_policy=deployment.freshness if path in versions else None,
-        )
-
+    made, homes = _made(deployment)
+    specs = _translated(deployment, made, translator or CacheTranslator())
+    if changed := {path: spec.key for path, spec in specs.items() if spec.key != deployment.key(path)}:
+        deployment = replace(deployment, keys=changed)
+        made, homes = _made(deployment)  # again, for the keys in dependencies and checks
+    mapped = dg.map_asset_specs(lambda spec: specs[deployment.path_of(spec.key)], made)
     ours = dg.Definitions(
-        assets=[
-            *dg.map_asset_specs(completed, partitions.in_partitions(deployment, made)),
-            *(each for home in of_homes for each in home.outputs),
-        ],
+        assets=partitions.in_partitions(deployment, mapped),
         asset_checks=[
-            *(checks_of(deployment, path) for path in versions),
-            *(check for home in of_homes for check in home.checks),
+            *(checks_of(deployment, path) for path in every_key(deployment.settings)),
+            *(check for home in homes for check in home.checks),
         ],
         resources={deployment.resource: settings_resource(deployment.settings)},
     )
     return dg.Definitions.merge(ours, automation_of(deployment))
 
 
+def _made(deployment: Deployment) -> tuple[list[dg.AssetsDefinition], list[HomeAssets]]:
+    """Return all assets with their own part of their specs, and the homes that some are of."""
+    homes: list[HomeAssets] = [assets_of(deployment) for assets_of in home_assets()]
+    of_homes = [asset for home in homes for asset in (*home.caches, *home.outputs)]
+    return [*assets.assets_of(deployment), *of_homes], homes
+
+
+def _translated(
+    deployment: Deployment, made: Iterable[dg.AssetsDefinition], translator: CacheTranslator
+) -> dict[str, dg.AssetSpec]:
+    """Return the complete spec of every asset by its path, as the translator has it.
+
+    Raises: ValueError where it leaves out a dependency, or changes a code version: both decide what is stale.
+    """
+    versions, found, moved = code_versions(deployment.settings), dict[str, dg.AssetSpec](), dict[Any, dg.AssetKey]()
+    for spec in (spec for asset in made for spec in asset.specs):
+        path = deployment.path_of(spec.key)
+        if spec.code_version is None:  # exports have theirs, and are complete
+            spec = described(deployment, spec).replace_attributes(
+                code_version=versions.get(path),
+                automation_condition=condition_of(deployment, path),
+                freshness_policy=deployment.freshness if path in versions else None,
+            )
+        spec = spec.merge_attributes(metadata=code_link(deployment, path))
+        found[path] = translator.get_asset_spec(path, spec)
+        moved[spec.key] = found[path].key
+        missing = {dep.asset_key for dep in spec.deps} - {dep.asset_key for dep in found[path].deps}
+        if missing or found[path].code_version != spec.code_version:
+            what = ", ".join(sorted(key.to_user_string() for key in missing)) or "its code version"
+            raise ValueError(
+                f"translator: {path} has lost {what}; expected every dependency, and the same code version"
+            )
+    for path, spec in found.items():
+        deps = [
+            dg.AssetDep(moved.get(dep.asset_key, dep.asset_key), partition_mapping=dep.partition_mapping)
+            for dep in spec.deps
+        ]
+        found[path] = spec.replace_attributes(deps=deps)
+    return found
+
+
 PRELOADED = (
     "pipelines.definitions",
     "dagster._core.storage.sqlite_storage",  # SQLAlchemy and alembic, whatever the storage is
     "torch",
-    "matplotlib.backends.backend_agg",
 )
 """What a run imports once, in the server that its steps are forked from: docs/decisions/0028. None of them may start a
 thread, as pyarrow does, or CUDA. One that is not installed is passed over."""
@@ -115,7 +156,34 @@ def _processes(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-EXECUTOR = dg.multi_or_in_process_executor.configured(
+_STEPS: Any = dg.multi_or_in_process_executor
+
+
+class _ThenSaysWhere(dg.Executor):
+    """Runs the steps as another executor does, and logs at the end where the caches are."""
+
+    def __init__(self, inner: dg.Executor) -> None:
+        self._inner = inner
+
+    def execute(self, plan_context: Any, execution_plan: Any) -> Iterator[dg.DagsterEvent]:
+        """Yield the events of the steps."""
+        yield from self._inner.execute(plan_context, execution_plan)
+        where = cache_root(settings_from_environment())
+        plan_context.log.info(f"caches: {where}; {PROGRAM} list {where}")
+
+    @property
+    def retries(self) -> Any:
+        """Whether a step may be retried."""
+        return self._inner.retries
+
+
+def _then_says_where(context: dg.InitExecutorContext) -> dg.Executor:
+    return _ThenSaysWhere(_STEPS.executor_creation_fn(context))
+
+
+EXECUTOR = dg.ExecutorDefinition(
+    _STEPS.name, _STEPS.config_schema, _STEPS.get_requirements, _then_says_where
+).configured(
     _processes,
     config_schema={
         "in_process": dg.Field(
@@ -128,6 +196,4 @@ EXECUTOR = dg.multi_or_in_process_executor.configured(
 )
 """A step is a process. Those that would only wait for their turn at a pretrain build are not started yet."""
 
-defs = dg.Definitions.merge(
-    niels_definitions(), dg.Definitions(executor=EXECUTOR, loggers={"console": dg.colored_console_logger})
-)
+defs = dg.Definitions.merge(niels_definitions(), dg.Definitions(executor=EXECUTOR))

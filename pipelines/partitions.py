@@ -64,21 +64,19 @@ def _as_graph(
     """Return an asset of a cache as a graph of steps. plans: the steps that plan, by the names of their inputs."""
     spec = plain.get_asset_spec()
     paths = upstream_of(deployment.settings, deployment.path_of(spec.key))
-    upstream = {path.partition("/")[0]: deployment.key(path) for path in paths}  # tokenizer, raw, eagle3
+    names = {deployment.key(path): path.partition("/")[0] for path in paths}  # tokenizer, raw, eagle3
+    upstream = {names.get(key) or key.to_python_identifier(): key for key in (dep.asset_key for dep in spec.deps)}
     plan = plans.setdefault(frozenset(upstream), _plan_partitions(deployment, sorted(upstream)))
 
     @dg.graph_asset(
-        key=spec.key,
-        ins={each: dg.AssetIn(key, dagster_type=dg.Nothing) for each, key in upstream.items()},
-        description=spec.description,
-        group_name=spec.group_name,
+        key=spec.key, ins={each: dg.AssetIn(key, dagster_type=dg.Nothing) for each, key in upstream.items()}
     )
     def cache(**inputs: Any) -> Any:
         planned = plan.alias("plan_partitions")(**inputs)
         built = planned.map(build.alias("build_partition"))
         return seal.alias("seal_cache")(built=built.collect())
 
-    asset: dg.AssetsDefinition = cache
+    (asset,) = dg.map_asset_specs(lambda _: spec, [cache])
     return asset
 
 
@@ -197,7 +195,7 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
         alone = turn(asked, path) if builds_alone(path) else nullcontext()
         with step(context, deployment), alone, _in_a_new_run(path):
             try:
-                result = report(context, deployment, core, waited_for(asked, path, build))
+                result = report(context, deployment, asked.settings, waited_for(asked, path, build))
             except LeftOut as error:
                 leave_out(context, deployment, error)
                 return
