@@ -82,7 +82,7 @@ def niels_definitions(
             *(checks_of(deployment, path) for path in versions),
             *(check for home in of_homes for check in home.checks),
         ],
-        resources={deployment.resource: settings_resource(chosen)},
+        resources={deployment.resource: settings_resource(chosen, deployment.resource)},
     )
     return dg.Definitions.merge(ours, automation_of(deployment))
 
