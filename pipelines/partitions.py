@@ -65,14 +65,13 @@ def _as_graph(
     """Return an asset of a cache as a graph of steps. plans: the steps that plan, by the names of their inputs."""
     spec = plain.get_asset_spec()
     paths = upstream_of(deployment.settings, deployment.path_of(spec.key))
-    upstream = {path.partition("/")[0]: deployment.key(path) for path in paths}  # tokenizer, raw, eagle3
+    names = {deployment.key(path): path.partition("/")[0] for path in paths}  # tokenizer, raw, eagle3
+    upstream = {names.get(key) or key.to_python_identifier(): key for key in (dep.asset_key for dep in spec.deps)}
     plan = plans.setdefault(frozenset(upstream), _plan_partitions(deployment, sorted(upstream)))
 
     @dg.graph_asset(
         key=spec.key,
         ins={each: dg.AssetIn(key, dagster_type=dg.Nothing) for each, key in upstream.items()},
-        description=spec.description,
-        group_name=spec.group_name,
         config=dg.ConfigMapping(_of_steps, BuildConfig.to_fields_dict()),
     )
     def cache(**inputs: Any) -> Any:
@@ -80,7 +79,7 @@ def _as_graph(
         built = planned.map(build.alias("build_partition"))
         return seal.alias("seal_cache")(built=built.collect())
 
-    asset: dg.AssetsDefinition = cache
+    (asset,) = dg.map_asset_specs(lambda _: spec, [cache])
     return asset
 
 
@@ -205,7 +204,7 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
         # The turn inside of `step`: its error E503 is no reason to try again.
         with step(context, deployment), turn(asked, path) if builds_alone(path) else nullcontext(), _in_a_new_run(path):
             try:
-                result = report(context, deployment, core, waited_for(asked, path, build))
+                result = report(context, deployment, asked.settings, waited_for(asked, path, build))
             except LeftOut as error:
                 leave_out(context, deployment, error)
                 return

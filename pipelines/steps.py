@@ -156,7 +156,7 @@ def why_from_scratch(context: dg.AssetExecutionContext, deployment: Deployment, 
     is_unfinished = "fingerprint" not in recorded_recipe(cache_root(run.settings) / path)
     if run.force:
         is_again = is_unfinished and path != TOKENIZER_KEY and operation.run.parent_run_id is not None
-        return None if is_again else "its config says force"
+        return None if is_again else "force is set in its config"
     return None if is_unfinished and path != TOKENIZER_KEY else _failed_check(context, deployment, run.settings, path)
 
 

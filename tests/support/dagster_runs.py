@@ -81,12 +81,12 @@ def built(result: dg.ExecuteInProcessResult) -> set[str]:
     return {key for key, entries in metadata(result).items() if entries["run/state"] == "built"}
 
 
-def stale(instance: dg.DagsterInstance, settings: Settings) -> dict[str, str]:
+def stale(instance: dg.DagsterInstance, settings: Settings, **arguments: Any) -> dict[str, str]:
     """Return the caches and the tokenizer that the UI shows as stale, each with the first reason that it gives.
 
     The UI's GraphQL server asks the same resolver (dagster_graphql/schema/asset_graph.py).
     """
-    graph = niels_definitions(settings=settings).resolve_asset_graph()
+    graph = niels_definitions(settings=settings, **arguments).resolve_asset_graph()
     resolver = CachingStaleStatusResolver(instance, graph, LoadingContextForTest(instance))
     return {
         key.to_user_string(): resolver.get_stale_causes(key)[0].reason
@@ -148,8 +148,8 @@ def shell(home, command, **more):
     return subprocess.run(["bash", "-c", command], check=False, **how)
 
 
-def settings_with(lines, folder, tokenizer):
+def settings_with(lines, folder, tokenizer, **more):
     """Settings of the sample, with a sources.toml of these lines and the caches in a folder."""
     (folder / "sources.toml").write_text(lines)
     where = {"cache_dir": str(folder / "cache"), "sources_file": str(folder / "sources.toml")}
-    return Settings(source_root="sample", tokenizer=str(tokenizer), **where)
+    return Settings(source_root="sample", tokenizer=str(tokenizer), **where, **more)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import dagster as dg
 import pytest
+import yaml
 from support.pipeline_seams import CACHES
 
 from niels_gpt.cache.meta import read_meta
@@ -92,6 +93,15 @@ def test_pretrain_builds_share_a_pool_and_whatever_asks_the_hub_is_retried():
     assert {key for key, pool in pools.items() if pool} == {key for key in CACHES if key.startswith("pretrain/")}
     made = [asset for asset in assets.assets_of(Deployment(settings=Settings())) if asset.is_materializable]
     assert made and all(definition.op.retry_policy == steps.NETWORK_RETRIES for definition in made)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"prefix": ("my-team", "v1.2")}, {"keys": {KEY: dg.AssetKey(["chats", "dolly"])}}]
+)
+def test_the_run_config_that_a_remedy_prints_names_the_op_of_the_asset(given):
+    deployment = Deployment(settings=Settings(), **given)
+    op = steps.cache_asset(deployment, KEY, "sft", "chats").op
+    assert yaml.safe_load(deployment.forced(KEY)) == {"ops": {op.name: {"config": {"force": True}}}}
 
 
 @pytest.mark.parametrize(("parent", "is_again"), [(None, False), ("first", True)])
