@@ -34,7 +34,7 @@ from niels_gpt.work import Progress
 from pipelines.checks import rules_of
 from pipelines.deployment import Deployment
 from pipelines.metadata import held_in_words, materialize_result
-from pipelines.resources import Run
+from pipelines.resources import BuildConfig, Run
 from pipelines.versions import newer_observation, report_found, upstream_of, version_tags
 
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
@@ -72,8 +72,8 @@ def cache_asset(deployment: Deployment, path: str, group: str, description: str)
         pool=BUILD_POOL if is_alone else None,
         op_tags={**deployment.op_tags, **({BUILD_TAG: "true"} if is_alone else {})},
     )
-    def cache(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
-        run = deployment.run(context)
+    def cache(context: dg.AssetExecutionContext, config: BuildConfig) -> Iterator[dg.MaterializeResult[None]]:
+        run = deployment.run(context, config)
 
         def build() -> Outcome:
             # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
@@ -166,12 +166,12 @@ def why_from_scratch(context: dg.AssetExecutionContext, deployment: Deployment, 
     if run.force:
         is_retry = bool(getattr(operation, "retry_number", 0))  # an asset called as a function has none
         is_again = is_retry or (is_unfinished and operation.run.parent_run_id is not None)
-        return None if is_again else f"resources.{deployment.resource}.config.force is set"
+        return None if is_again else "force is set in its config"
     failed = failed_checks(cache)
     for name in (name for name in rules_of(path) if name in failed.in_vain):
         context.log.warning(
             f"{path}: its check {name} has failed for the same content before and after a build from scratch, so "
-            f"another one does not help; resources.{deployment.resource}.config.force repeats it"
+            f"another one does not help; the run config `{deployment.forced(path)}` repeats it"
         )
     found = [] if is_unfinished else [name for name in rules_of(path) if name in failed.repairable]
     return f"its check {found[0]} has failed since it was built" if found else None
@@ -208,10 +208,7 @@ def leave_out(context: dg.AssetExecutionContext, deployment: Deployment, error: 
 
 
 def report(
-    context: dg.AssetExecutionContext,
-    deployment: Deployment,
-    settings: Settings,
-    outcome: Outcome,
+    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, outcome: Outcome
 ) -> dg.MaterializeResult[None]:
     """Log what a run of a recipe has done and observed, and return what Dagster records of it. settings: of the run."""
     result = materialize_result(outcome)
