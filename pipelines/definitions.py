@@ -40,6 +40,7 @@ def niels_definitions(
     op_tags: Mapping[str, Any] | None = None,
     group_prefix: str = "",
     automation: bool | Collection[str] = False,
+    static_partitions: bool = False,
 ) -> dg.Definitions:
     """Return assets, checks, jobs and the resource `settings`, for `dg.Definitions.merge` in any deployment.
 
@@ -52,6 +53,8 @@ def niels_definitions(
     owners, tags: of every asset, in Dagster's form. op_tags: of every step that builds.
     group_prefix: stands before the name of every group.
     automation: schedules and sensors that are on from the start; True: all. See `pipelines.automation`.
+    static_partitions: with settings.partitions above 1, a cache has Dagster's own partitions in place of a step for
+        each. See `pipelines.partitions`.
     """
     deployment = Deployment(
         settings=settings_from_environment() if settings is None else settings,
@@ -61,6 +64,7 @@ def niels_definitions(
         op_tags=dict(op_tags or {}),
         group_prefix=group_prefix,
         automation=switched_on(automation),
+        static_partitions=static_partitions,
     )
     chosen = deployment.settings
     versions = code_versions(chosen)
@@ -84,7 +88,7 @@ def niels_definitions(
         ],
         resources={deployment.resource: settings_resource(chosen)},
     )
-    return dg.Definitions.merge(ours, automation_of(deployment))
+    return dg.Definitions.merge(ours, partitions.partition_assets(deployment), automation_of(deployment))
 
 
 PRELOADED = (

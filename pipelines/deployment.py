@@ -37,6 +37,8 @@ class Deployment:
     """Stands before the name of every group, such as llm/."""
     automation: frozenset[str] = frozenset()
     """Schedules and sensors that are on from the start: see pipelines/automation.py."""
+    static_partitions: bool = False
+    """Whether caches in partitions have Dagster's own partitions: see pipelines/partitions.py."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a prefix that no asset key and no name in Dagster can have."""

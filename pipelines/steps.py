@@ -236,7 +236,9 @@ def report(
     context.log.info(f"{outcome.key}: {'reused' if outcome.reused else 'built'} in {outcome.seconds:.1f} s")
     drawn = _drawn(context, deployment, outcome) if outcome.reused else {}
     result = materialize_result(outcome, drawn)
-    return result._replace(tags=version_tags(context, deployment, settings, outcome))
+    source = recorded_recipe(outcome.path).get("source") or {}
+    tags = version_tags(context, deployment, settings, outcome.key, source, asked_hub=not outcome.reused)
+    return result._replace(tags=tags)
 
 
 def _drawn(context: dg.AssetExecutionContext, deployment: Deployment, outcome: Outcome) -> Metadata:
