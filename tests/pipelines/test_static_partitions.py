@@ -62,6 +62,7 @@ def one(instance, settings, number, **how):
     return result, metadata(result)[PARTITIONS]["run/state"] if result.success else None
 
 
+@pytest.mark.slow
 def test_partitions_are_built_in_any_order_by_anybody_and_sealed_to_the_same_bytes(
     instance: dg.DagsterInstance, three: Settings, directly: Settings
 ) -> None:
@@ -85,6 +86,7 @@ def test_partitions_are_built_in_any_order_by_anybody_and_sealed_to_the_same_byt
     assert_same_files(f"{directly.cache_dir}/pretrain", f"{three.cache_dir}/pretrain")
 
 
+@pytest.mark.slow
 def test_a_partition_of_another_plan_is_refused_and_a_backfill_makes_a_new_plan(
     instance: dg.DagsterInstance, three: Settings
 ) -> None:
@@ -124,6 +126,42 @@ def test_no_selection_of_caches_has_an_asset_with_partitions(settings: Settings)
     assert definitions.resolve_job_def("llm__partitions").partitions_def is not None
     plain = {key for key in niels_definitions("llm", parted, group_prefix="llm/").resolve_all_asset_keys()}
     assert {*graph.get_all_asset_keys()} - plain == {dg.AssetKey(key.split("/")) for key in partitioned}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::dagster.BetaWarning")  # of what evaluates the conditions here
+def test_of_another_text_the_sensor_rebuild_asks_for_all_partitions_and_then_for_the_seal(
+    instance: dg.DagsterInstance, three: Settings, tmp_path: Path
+) -> None:
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text(f"text {number}, and more of it\n" * 20)
+    own = replace(three, pretrain=f"notes={tmp_path}/*.txt")
+    cache, partitions = (dg.AssetKey(["pretrain", "notes"]), dg.AssetKey(["partitions", "pretrain", "notes"]))
+    definitions, cursor = niels_definitions(settings=own, **STATIC), None
+
+    def materialize(*numbers):
+        for number in numbers:
+            run(instance, own, partitions.to_user_string(), partition=f"{number:05d}", **STATIC)
+
+    def asked():
+        nonlocal cursor
+        result = dg.evaluate_automation_conditions(definitions, instance, cursor=cursor)
+        cursor = result.cursor
+        return result.get_num_requested(partitions), result.get_num_requested(cache)
+
+    materialize(0, 1, 2)
+    run(instance, own, cache.to_user_string(), **STATIC)
+    assert asked() == (0, 0) and stale(instance, own, **STATIC) == {}
+    (tmp_path / "1.txt").write_text("another text\n" * 50)
+    run(instance, own, "raw/notes", **STATIC)
+    cause, numbers = "has a new dependency data version", range(own.partitions)
+    assert stale(instance, own, **STATIC) == {f"partitions/pretrain/notes/{n:05d}": cause for n in numbers}
+    assert asked() == (own.partitions, 0)
+    materialize(0, 1, 2)
+    assert stale(instance, own, **STATIC) == {"pretrain/notes": cause}
+    assert asked() == (0, 1)
+    run(instance, own, cache.to_user_string(), **STATIC)
+    assert asked() == (0, 0) and stale(instance, own, **STATIC) == {}
 
 
 @pytest.mark.slow

@@ -87,7 +87,12 @@ def stale(instance: dg.DagsterInstance, settings: Settings, **deployment: Any) -
 
     The UI's GraphQL server asks the same resolver (dagster_graphql/schema/asset_graph.py).
     """
-    graph = niels_definitions(settings=settings, **deployment).resolve_asset_graph()
+    return stale_in(instance, niels_definitions(settings=settings, **deployment))
+
+
+def stale_in(instance: dg.DagsterInstance, definitions: dg.Definitions) -> dict[str, str]:
+    """Return the same of the assets of any definitions."""
+    graph = definitions.resolve_asset_graph()
     resolver = CachingStaleStatusResolver(instance, graph, LoadingContextForTest(instance))
     found = dict[str, str]()
     for key in graph.materializable_asset_keys:
