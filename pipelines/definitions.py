@@ -14,21 +14,23 @@ raw/NAME                                           observed: the source text of 
 sft/                                               observed: the root for `--select sft/*`
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import dagster as dg
 
 from niels_gpt.kinds.homes import home_assets
+from niels_gpt.recipes.plan import every_key
 from niels_gpt.settings import Settings
 from pipelines import assets, partitions
 from pipelines.automation import automation_of, condition_of, switched_on
 from pipelines.checks import checks_of
-from pipelines.deployment import Deployment
-from pipelines.describe import described
+from pipelines.deployment import CacheTranslator, Deployment, HomeAssets
+from pipelines.describe import code_link, described
 from pipelines.resources import settings_from_environment, settings_resource
 from pipelines.steps import BUILD_TAG
-from pipelines.versions import code_versions
+from pipelines.versions import PARTITIONS, code_versions
 
 
 def niels_definitions(
@@ -41,6 +43,8 @@ def niels_definitions(
     group_prefix: str = "",
     automation: bool | Collection[str] = False,
     static_partitions: bool = False,
+    repository: str | None = None,
+    translator: CacheTranslator | None = None,
 ) -> dg.Definitions:
     """Return assets, checks, jobs and the resource `settings`, for `dg.Definitions.merge` in any deployment.
 
@@ -55,6 +59,9 @@ def niels_definitions(
     automation: schedules and sensors that are on from the start; True: all. See `pipelines.automation`.
     static_partitions: with settings.partitions above 1, a cache has Dagster's own partitions in place of a step for
         each. See `pipelines.partitions`.
+    repository: where the files of this version of niels_gpt lie, such as https://HOST/ORG/REPOSITORY/blob/TAG. Then an
+        asset's page has a link to the module that makes it.
+    translator: changes keys, groups, owners, tags and dependencies of single assets.
     """
     deployment = Deployment(
         settings=settings_from_environment() if settings is None else settings,
@@ -65,30 +72,63 @@ def niels_definitions(
         group_prefix=group_prefix,
         automation=switched_on(automation),
         static_partitions=static_partitions,
+        repository=repository,
     )
-    chosen = deployment.settings
-    versions = code_versions(chosen)
-    of_homes = [assets_of(deployment) for assets_of in home_assets()]
-    made = [*assets.assets_of(deployment), *(asset for home in of_homes for asset in home.caches)]
-
-    def completed(spec: dg.AssetSpec) -> dg.AssetSpec:
-        path = deployment.path_of(spec.key)
-        return described(deployment, spec).replace_attributes(
-            code_version=versions.get(path), automation_condition=condition_of(deployment, path)
-        )
-
+    made, homes = _made(deployment)
+    specs = _translated(deployment, made, translator or CacheTranslator())
+    if changed := {path: spec.key for path, spec in specs.items() if spec.key != deployment.key(path)}:
+        deployment = replace(deployment, keys=changed)
+        made, homes = _made(deployment)  # again, for the keys in dependencies and checks
+    mapped = dg.map_asset_specs(lambda spec: specs[deployment.path_of(spec.key)], made)
     ours = dg.Definitions(
-        assets=[
-            *dg.map_asset_specs(completed, partitions.in_partitions(deployment, made)),
-            *(each for home in of_homes for each in home.outputs),
-        ],
+        assets=partitions.in_partitions(deployment, mapped),
         asset_checks=[
-            *(checks_of(deployment, path) for path in versions),
-            *(check for home in of_homes for check in home.checks),
+            *(checks_of(deployment, path) for path in every_key(deployment.settings)),
+            *(check for home in homes for check in home.checks),
         ],
-        resources={deployment.resource: settings_resource(chosen)},
+        jobs=partitions.jobs_of(deployment),
+        resources={deployment.resource: settings_resource(deployment.settings)},
     )
-    return dg.Definitions.merge(ours, partitions.partition_assets(deployment), automation_of(deployment))
+    return dg.Definitions.merge(ours, automation_of(deployment))
+
+
+def _made(deployment: Deployment) -> tuple[list[dg.AssetsDefinition], list[HomeAssets]]:
+    """Return all assets with their own part of their specs, and the homes that some are of."""
+    homes: list[HomeAssets] = [assets_of(deployment) for assets_of in home_assets()]
+    of_homes = [asset for home in homes for asset in (*home.caches, *home.outputs)]
+    return [*assets.assets_of(deployment), *of_homes, *partitions.assets_of(deployment)], homes
+
+
+def _translated(
+    deployment: Deployment, made: Iterable[dg.AssetsDefinition], translator: CacheTranslator
+) -> dict[str, dg.AssetSpec]:
+    """Return the complete spec of every asset by its path, as the translator has it.
+
+    Raises: ValueError where it leaves out a dependency, or changes a code version: both decide what is stale.
+    """
+    versions, found, moved = code_versions(deployment.settings), dict[str, dg.AssetSpec](), dict[Any, dg.AssetKey]()
+    for spec in (spec for asset in made for spec in asset.specs):
+        path = deployment.path_of(spec.key)
+        if spec.code_version is None:  # exports and partitions have theirs, and are complete
+            spec = described(deployment, spec).replace_attributes(
+                code_version=versions.get(path), automation_condition=condition_of(deployment, path)
+            )
+        spec = spec.merge_attributes(metadata=code_link(deployment, path.removeprefix(PARTITIONS)))
+        found[path] = translator.get_asset_spec(path, spec)
+        moved[spec.key] = found[path].key
+        missing = {dep.asset_key for dep in spec.deps} - {dep.asset_key for dep in found[path].deps}
+        if missing or found[path].code_version != spec.code_version:
+            what = ", ".join(sorted(key.to_user_string() for key in missing)) or "its code version"
+            raise ValueError(
+                f"translator: {path} has lost {what}; expected every dependency, and the same code version"
+            )
+    for path, spec in found.items():
+        deps = [
+            dg.AssetDep(moved.get(dep.asset_key, dep.asset_key), partition_mapping=dep.partition_mapping)
+            for dep in spec.deps
+        ]
+        found[path] = spec.replace_attributes(deps=deps)
+    return found
 
 
 PRELOADED = (

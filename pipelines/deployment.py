@@ -19,6 +19,22 @@ _PREFIX_PART = re.compile(r"[A-Za-z0-9_.-]+")
 Context = dg.AssetExecutionContext | dg.AssetCheckExecutionContext
 
 
+class CacheTranslator:
+    """Decides what an asset of the caches is to Dagster. Subclass it, and give it to `niels_definitions`."""
+
+    def get_asset_spec(self, path: str, spec: dg.AssetSpec) -> dg.AssetSpec:
+        """Return the spec of an asset, changed as you like: here as it is.
+
+        Key, group, owners, tags, kinds, metadata and description may be others. A dependency may be added, and none be
+        removed. A changed key is followed wherever the asset is named: dependencies, checks, jobs, sensors, versions.
+        So dependencies are named by the keys before any change.
+
+        path: what the asset is, whatever its key: sft/oasst1, raw/oasst1, tokenizer, sft/, export/NAME.
+        spec: as the deployment makes it, complete.
+        """
+        return spec
+
+
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
     """The arguments of `niels_definitions`."""
@@ -39,6 +55,10 @@ class Deployment:
     """Schedules and sensors that are on from the start: see pipelines/automation.py."""
     static_partitions: bool = False
     """Whether caches in partitions have Dagster's own partitions: see pipelines/partitions.py."""
+    repository: str | None = None
+    """Where the files of this version lie, such as https://HOST/ORG/REPOSITORY/blob/TAG, for links to the code."""
+    keys: Mapping[str, dg.AssetKey] = field(default_factory=dict)
+    """Keys that a translator has changed, by path."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a prefix that no asset key and no name in Dagster can have."""
@@ -51,11 +71,12 @@ class Deployment:
 
     def key(self, path: str) -> dg.AssetKey:
         """Return the asset key of a path such as sft/oasst1, raw/oasst1, or sft/, the root of the sft caches."""
-        return dg.AssetKey([*self.prefix, *path.split("/")])
+        return self.keys.get(path) or dg.AssetKey([*self.prefix, *path.split("/")])
 
     def path_of(self, key: dg.AssetKey) -> str:
         """Return the path of one of our asset keys: the inverse of `key`."""
-        return "/".join(key.path[len(self.prefix) :])
+        changed = (path for path, ours in self.keys.items() if ours == key)
+        return next(changed, "/".join(key.path[len(self.prefix) :]))
 
     def name(self, path: str) -> str:
         """Return the name of an op, a job, a schedule, a sensor or a resource: - and . become _, as Dagster does it."""

@@ -5,6 +5,7 @@ Reads no cache and loads no torch, because every command of Dagster loads the de
 
 import json
 import re
+import warnings
 from typing import Any
 
 import dagster as dg
@@ -12,14 +13,16 @@ import dagster as dg
 from niels_gpt.data.sources import SOURCES, TREES, credit_of
 from niels_gpt.data.spec import SourceSpec
 from niels_gpt.kinds.kind import Page, kind_of_key, look_command
+from niels_gpt.recipes.family import family_named
 from niels_gpt.recipes.plan import HOME_OF
-from niels_gpt.recipes.records import cache_root
+from niels_gpt.recipes.records import TOKENIZER_KEY, cache_root
 from niels_gpt.recipes.user_sources import UNSTATED, user_sources
 from niels_gpt.settings import Settings
 from pipelines.deployment import Deployment
 
 _KIND = "dagster/kind/"  # before a kind, which is a tag too
 _MAX_TAG = 63  # characters that Dagster takes in the value of a tag
+_MODULES = {TOKENIZER_KEY: "niels_gpt.recipes.tokenizer", "sft/": "pipelines.assets"}
 _OBSERVED = (
     "An observation computes the fingerprint of the files, or asks the hub for the dataset's newest revision. If "
     "the hub is unreachable, it takes the revision that the cache was built from, and warns. A new fingerprint makes "
@@ -56,6 +59,24 @@ def described(deployment: Deployment, spec: dg.AssetSpec) -> dg.AssetSpec:
         },
         metadata={**spec.metadata, **metadata},
     )
+
+
+def code_link(deployment: Deployment, path: str) -> dict[str, Any]:
+    """Return a link to the module that makes an asset; nothing where the deployment names no repository."""
+    if deployment.repository is None:
+        return {}
+    family, source = family_named(path), _source(deployment.settings, path)
+    if path in HOME_OF:
+        module = HOME_OF[path].recipes[path].__module__
+    elif path in _MODULES or family is not None:
+        module = _MODULES.get(path) or type(family).__module__
+    else:
+        module = source.load.__module__ if source is not None else "niels_gpt.recipes.exchange.outputs"
+    file = f"{module.replace('.', '/')}.py"
+    with warnings.catch_warnings():  # Dagster calls both classes beta
+        warnings.simplefilter("ignore", dg.BetaWarning)
+        link = dg.UrlCodeReference(url=f"{deployment.repository.rstrip('/')}/{file}", label=file)
+        return {"dagster/code_references": dg.CodeReferencesMetadataValue(code_references=[link])}
 
 
 def _source(settings: Settings, path: str) -> SourceSpec | None:

@@ -163,21 +163,19 @@ def _as_graph(
     """Return an asset of a cache as a graph of steps. plans: the steps that plan, by the names of their inputs."""
     spec = plain.get_asset_spec()
     paths = upstream_of(deployment.settings, deployment.path_of(spec.key))
-    upstream = {path.partition("/")[0]: deployment.key(path) for path in paths}  # tokenizer, raw, eagle3
+    names = {deployment.key(path): path.partition("/")[0] for path in paths}  # tokenizer, raw, eagle3
+    upstream = {names.get(key) or key.to_python_identifier(): key for key in (dep.asset_key for dep in spec.deps)}
     plan = plans.setdefault(frozenset(upstream), _plan_partitions(deployment, sorted(upstream)))
 
     @dg.graph_asset(
-        key=spec.key,
-        ins={each: dg.AssetIn(key, dagster_type=dg.Nothing) for each, key in upstream.items()},
-        description=spec.description,
-        group_name=spec.group_name,
+        key=spec.key, ins={each: dg.AssetIn(key, dagster_type=dg.Nothing) for each, key in upstream.items()}
     )
     def cache(**inputs: Any) -> Any:
         planned = plan.alias("plan_partitions")(**inputs)
         built = planned.map(build.alias("build_partition"))
         return seal.alias("seal_cache")(built=built.collect())
 
-    asset: dg.AssetsDefinition = cache
+    (asset,) = dg.map_asset_specs(lambda _: spec, [cache])
     return asset
 
 
@@ -279,15 +277,17 @@ def _as_output(result: dg.MaterializeResult[None]) -> dg.Output[None]:
 # --- Dagster's own partitions -----------------------------------------------------------------------------------------
 
 
-def partition_assets(deployment: Deployment) -> dg.Definitions:
-    """Return partitions/FAMILY/NAME of each cache with static partitions, and the job of all these assets."""
-    paths = static_partitions_of(deployment)
-    job = dg.define_asset_job(
-        deployment.name("partitions"),
-        dg.AssetSelection.assets(*(deployment.key(PARTITIONS + path) for path in paths)),
-        description="A partition of every cache; a backfill builds all of them. It seals none.",
-    )
-    return dg.Definitions(assets=[_partition_asset(deployment, path) for path in paths], jobs=[job] if paths else [])
+def assets_of(deployment: Deployment) -> list[dg.AssetsDefinition]:
+    """Return partitions/FAMILY/NAME of each cache with static partitions."""
+    return [_partition_asset(deployment, path) for path in static_partitions_of(deployment)]
+
+
+def jobs_of(deployment: Deployment) -> list[Any]:
+    """Return the job of all these assets; none where there are none."""
+    keys = [deployment.key(PARTITIONS + path) for path in static_partitions_of(deployment)]
+    text = "A partition of every cache; a backfill builds all of them. It seals none."
+    job = dg.define_asset_job(deployment.name("partitions"), dg.AssetSelection.assets(*keys), description=text)
+    return [job] if keys else []
 
 
 def _partition_asset(deployment: Deployment, path: str) -> dg.AssetsDefinition:
@@ -410,9 +410,7 @@ def _as_seal(deployment: Deployment, plain: dg.AssetsDefinition) -> dg.AssetsDef
 
     @dg.asset(
         key=spec.key,
-        deps=[deployment.key(upstream) for upstream in inputs_of(deployment, path)],
-        description=spec.description,
-        group_name=spec.group_name,
+        deps=[dep.asset_key for dep in spec.deps],
         retry_policy=NETWORK_RETRIES,
         pool=BUILD_POOL,
         op_tags={**deployment.op_tags, BUILD_TAG: "true"},
@@ -428,5 +426,5 @@ def _as_seal(deployment: Deployment, plain: dg.AssetsDefinition) -> dg.AssetsDef
             start_over(context, deployment, asked, path)
         yield from _sealed(context, deployment, asked, path, f"Materialize all {them} in one backfill, then {path}")
 
-    made: dg.AssetsDefinition = cache
+    (made,) = dg.map_asset_specs(lambda _: spec, [cache])
     return made

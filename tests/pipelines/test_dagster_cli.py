@@ -25,8 +25,8 @@ from niels_gpt.settings import Settings
 
 @pytest.fixture
 def home(tmp_path):
-    """A folder as a fresh clone is for Dagster: dagster.yaml, workspace.yaml and no cache."""
-    for name in ("dagster.yaml", "workspace.yaml"):
+    """A folder as a fresh clone is for Dagster: its yaml files, dg.toml and no cache."""
+    for name in ("dagster.yaml", "workspace.yaml", "dg.toml"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     return tmp_path
 

@@ -157,8 +157,8 @@ def shell(home, command, **more):
     return subprocess.run(["bash", "-c", command], check=False, **how)
 
 
-def settings_with(lines, folder, tokenizer):
+def settings_with(lines, folder, tokenizer, **more):
     """Settings of the sample, with a sources.toml of these lines and the caches in a folder."""
     (folder / "sources.toml").write_text(lines)
     where = {"cache_dir": str(folder / "cache"), "sources_file": str(folder / "sources.toml")}
-    return Settings(source_root="sample", tokenizer=str(tokenizer), **where)
+    return Settings(source_root="sample", tokenizer=str(tokenizer), **where, **more)
