@@ -89,7 +89,7 @@ def niels_definitions(
             *(check for home in homes for check in home.checks),
         ],
         jobs=partitions.jobs_of(deployment),
-        resources={deployment.resource: settings_resource(deployment.settings)},
+        resources={deployment.resource: settings_resource(deployment.settings, deployment.resource)},
     )
     return dg.Definitions.merge(ours, automation_of(deployment))
 

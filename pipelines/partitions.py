@@ -32,7 +32,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, LeftOut
 from pipelines.automation import condition_of
 from pipelines.deployment import Deployment
-from pipelines.resources import Run
+from pipelines.resources import BuildConfig, Run, WaitConfig
 from pipelines.steps import (
     BUILD_POOL,
     BUILD_TAG,
@@ -130,8 +130,8 @@ def _sealed(
         observed = newer_observation(context, deployment, core, path)
         return every_recipe(core)[path](core, observed=observed, progress=progress_log(context))
 
-    alone = turn(asked, path) if builds_alone(path) else nullcontext()
-    with step(context, deployment), alone, _instead(remedy):
+    # The turn inside of `step`: its error E503 is no reason to try again.
+    with step(context, deployment), turn(asked, path) if builds_alone(path) else nullcontext(), _instead(remedy):
         try:
             result = report(context, deployment, asked.settings, waited_for(asked, path, build))
         except LeftOut as error:
@@ -168,7 +168,9 @@ def _as_graph(
     plan = plans.setdefault(frozenset(upstream), _plan_partitions(deployment, sorted(upstream)))
 
     @dg.graph_asset(
-        key=spec.key, ins={each: dg.AssetIn(key, dagster_type=dg.Nothing) for each, key in upstream.items()}
+        key=spec.key,
+        ins={each: dg.AssetIn(key, dagster_type=dg.Nothing) for each, key in upstream.items()},
+        config=dg.ConfigMapping(_of_steps, BuildConfig.to_fields_dict()),
     )
     def cache(**inputs: Any) -> Any:
         planned = plan.alias("plan_partitions")(**inputs)
@@ -177,6 +179,12 @@ def _as_graph(
 
     (asset,) = dg.map_asset_specs(lambda _: spec, [cache])
     return asset
+
+
+def _of_steps(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of each step of a graph: what `ops.OP.config` says of the asset."""
+    wait = {"config": {"wait": config["wait"]}}
+    return {"plan_partitions": {"config": config}, "build_partition": wait, "seal_cache": wait}
 
 
 def _plan_partitions(deployment: Deployment, upstream: Sequence[str]) -> dg.OpDefinition:
@@ -196,8 +204,8 @@ def _plan_partitions(deployment: Deployment, upstream: Sequence[str]) -> dg.OpDe
         tags=deployment.op_tags,
         required_resource_keys={deployment.resource},
     )
-    def plan_partitions(context: dg.AssetExecutionContext) -> Iterator[dg.DynamicOutput[None]]:
-        asked, path = deployment.run(context), deployment.path_of(context.asset_key)
+    def plan_partitions(context: dg.AssetExecutionContext, config: BuildConfig) -> Iterator[dg.DynamicOutput[None]]:
+        asked, path = deployment.run(context, config), deployment.path_of(context.asset_key)
         core = with_installed(asked.settings)
         unfinished: list[int] = []
         with step(context, deployment), suppress(LeftOut):  # the last step says so
@@ -230,8 +238,8 @@ def _build_partition(deployment: Deployment) -> dg.OpDefinition:
         tags=deployment.op_tags,
         required_resource_keys={deployment.resource},
     )
-    def build_partition(context: dg.AssetExecutionContext) -> Iterator[dg.Output[None]]:
-        asked, path = deployment.run(context), deployment.path_of(context.asset_key)
+    def build_partition(context: dg.AssetExecutionContext, config: WaitConfig) -> Iterator[dg.Output[None]]:
+        asked, path = deployment.run(context, config), deployment.path_of(context.asset_key)
         number = int(str(context.op_execution_context.get_mapping_key()).removeprefix("p"))
         with step(context, deployment), _instead(_in_a_new_run(path)):
             units = units_of(with_installed(asked.settings), path, fixes=False)
@@ -254,8 +262,8 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
         tags={**deployment.op_tags, BUILD_TAG: "true"},
         required_resource_keys={deployment.resource},
     )
-    def seal_cache(context: dg.AssetExecutionContext) -> Iterator[dg.Output[None]]:
-        asked, path = deployment.run(context), deployment.path_of(context.asset_key)
+    def seal_cache(context: dg.AssetExecutionContext, config: WaitConfig) -> Iterator[dg.Output[None]]:
+        asked, path = deployment.run(context, config), deployment.path_of(context.asset_key)
         yield from map(_as_output, _sealed(context, deployment, asked, path, _in_a_new_run(path)))
 
     made: dg.OpDefinition = seal_cache
@@ -310,8 +318,8 @@ def _partition_asset(deployment: Deployment, path: str) -> dg.AssetsDefinition:
         required_resource_keys={deployment.resource},
         output_required=False,  # of a cache that is left out
     )
-    def partition(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
-        asked = _asked(context, deployment)
+    def partition(context: dg.AssetExecutionContext, config: BuildConfig) -> Iterator[dg.MaterializeResult[None]]:
+        asked = _asked(context, deployment, config)
         again = f"Materialize all partitions of {PARTITIONS}{path} again in one backfill, which makes a new plan"
         with step(context, deployment), _instead(again):
             try:
@@ -325,9 +333,9 @@ def _partition_asset(deployment: Deployment, path: str) -> dg.AssetsDefinition:
     return made
 
 
-def _asked(context: dg.AssetExecutionContext, deployment: Deployment) -> Run:
+def _asked(context: dg.AssetExecutionContext, deployment: Deployment, config: WaitConfig) -> Run:
     """Return what a run of static partitions asks for. Raises: dg.Failure for another number of partitions."""
-    asked, ours = deployment.run(context), deployment.settings.partitions
+    asked, ours = deployment.run(context, config), deployment.settings.partitions
     if asked.settings.partitions != ours:
         raise dg.Failure(
             f"resources.{deployment.resource}.config.partitions: found {asked.settings.partitions}, expected {ours}, "
@@ -417,14 +425,13 @@ def _as_seal(deployment: Deployment, plain: dg.AssetsDefinition) -> dg.AssetsDef
         required_resource_keys={deployment.resource},
         output_required=False,  # of a cache that is left out
     )
-    def cache(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
-        asked, them = _asked(context, deployment), f"partitions of {PARTITIONS}{path}"
+    def cache(context: dg.AssetExecutionContext, config: WaitConfig) -> Iterator[dg.MaterializeResult[None]]:
+        asked = _asked(context, deployment, config)
         with step(context, deployment):
-            if asked.force:
-                text = f"{path}: force is for its partitions. Materialize all {them} with force, in one backfill"
-                raise dg.Failure(text, allow_retries=False)
             start_over(context, deployment, asked, path)
-        yield from _sealed(context, deployment, asked, path, f"Materialize all {them} in one backfill, then {path}")
+        # A partition of this plan that is finished stays as it is.
+        again = f"Materialize all partitions of {PARTITIONS}{path} in one backfill, then {path}"
+        yield from _sealed(context, deployment, asked, path, again)
 
     (made,) = dg.map_asset_specs(lambda _: spec, [cache])
     return made
