@@ -23,7 +23,7 @@ from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.storage.remedies import did_you_mean
 from pipelines.deployment import Deployment
 from pipelines.metadata import LISTING, listing_digest
-from pipelines.versions import SFT_ROOT
+from pipelines.versions import PARTITIONS, SFT_ROOT, static_partitions_of
 
 SWITCHES = ("observe", "files", "rebuild")
 """The sensors, which `niels_definitions(automation=...)` may name."""
@@ -65,9 +65,10 @@ def automation_of(deployment: Deployment) -> dg.Definitions:
         ),
         job("observe", [SFT_ROOT, *(f"raw/{name}" for name in names)], "Observe every source: has its text changed?"),
     ]
+    in_partitions = (PARTITIONS + path for path in static_partitions_of(deployment))
     sensors = [
         _files_sensor(deployment, names),
-        _evaluating(deployment, "rebuild", made, "Materializes a cache once for each new source text or tokenizer."),
+        _evaluating(deployment, "rebuild", [*made, *in_partitions], "Materializes a cache once for each change."),
         _evaluating(
             deployment,
             "observe",

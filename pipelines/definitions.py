@@ -32,7 +32,7 @@ from pipelines.deployment import CacheTranslator, Deployment, HomeAssets
 from pipelines.describe import code_link, described
 from pipelines.resources import settings_from_environment, settings_resource
 from pipelines.steps import BUILD_TAG
-from pipelines.versions import code_versions
+from pipelines.versions import PARTITIONS, code_versions
 
 
 def niels_definitions(
@@ -46,6 +46,7 @@ def niels_definitions(
     automation: bool | Collection[str] = False,
     observe_cron: str = HOURLY,
     freshness: dg.FreshnessPolicy | None = None,
+    static_partitions: bool = False,
     repository: str | None = None,
     translator: CacheTranslator | None = None,
 ) -> dg.Definitions:
@@ -60,9 +61,9 @@ def niels_definitions(
     owners, tags: of every asset, in Dagster's form. op_tags: of every step that builds.
     group_prefix: stands before the name of every group.
     automation: sensors that are on from the start; True: all. observe_cron: when `observe` does it, in UTC.
-    freshness: how old the tokenizer and the caches may be, in Dagster's terms; None: Dagster evaluates no freshness.
-    repository: where the files of this version of niels_gpt lie, such as https://HOST/ORG/REPOSITORY/blob/TAG. Then an
-        asset's page has a link to the module that makes it.
+    freshness: of the tokenizer and the caches; None: Dagster evaluates none.
+    static_partitions: with settings.partitions above 1, Dagster's own partitions in place of a step for each.
+    repository: where the files of this version lie, such as https://HOST/ORG/REPOSITORY/blob/TAG, for links to the code.
     translator: changes keys, groups, owners, tags and dependencies of single assets.
     """
     deployment = Deployment(
@@ -75,6 +76,7 @@ def niels_definitions(
         automation=switched_on(automation),
         observe_cron=observe_cron,
         freshness=freshness,
+        static_partitions=static_partitions,
         repository=repository,
     )
     made, homes = _made(deployment)
@@ -89,6 +91,7 @@ def niels_definitions(
             *(checks_of(deployment, path) for path in every_key(deployment.settings)),
             *(check for home in homes for check in home.checks),
         ],
+        jobs=partitions.jobs_of(deployment),
         resources={deployment.resource: settings_resource(deployment.settings, deployment.resource)},
     )
     return dg.Definitions.merge(ours, automation_of(deployment))
@@ -98,7 +101,7 @@ def _made(deployment: Deployment) -> tuple[list[dg.AssetsDefinition], list[HomeA
     """Return all assets with their own part of their specs, and the homes that some are of."""
     homes: list[HomeAssets] = [assets_of(deployment) for assets_of in home_assets()]
     of_homes = [asset for home in homes for asset in (*home.caches, *home.outputs)]
-    return [*assets.assets_of(deployment), *of_homes], homes
+    return [*assets.assets_of(deployment), *of_homes, *partitions.assets_of(deployment)], homes
 
 
 def _translated(
@@ -111,13 +114,13 @@ def _translated(
     versions, found, moved = code_versions(deployment.settings), dict[str, dg.AssetSpec](), dict[Any, dg.AssetKey]()
     for spec in (spec for asset in made for spec in asset.specs):
         path = deployment.path_of(spec.key)
-        if spec.code_version is None:  # exports have theirs, and are complete
+        if spec.code_version is None:  # exports and partitions have theirs, and are complete
             spec = described(deployment, spec).replace_attributes(
                 code_version=versions.get(path),
                 automation_condition=condition_of(deployment, path),
                 freshness_policy=deployment.freshness if path in versions else None,
             )
-        spec = spec.merge_attributes(metadata=code_link(deployment, path))
+        spec = spec.merge_attributes(metadata=code_link(deployment, path.removeprefix(PARTITIONS)))
         found[path] = translator.get_asset_spec(path, spec)
         moved[spec.key] = found[path].key
         missing = {dep.asset_key for dep in spec.deps} - {dep.asset_key for dep in found[path].deps}

@@ -57,6 +57,8 @@ class Deployment:
     """When the sensor `observe` observes the sources: a cron expression, in UTC."""
     freshness: dg.FreshnessPolicy | None = None
     """Of every asset that is built; None: Dagster evaluates none."""
+    static_partitions: bool = False
+    """Whether caches in partitions have Dagster's own partitions: see pipelines/partitions.py."""
     repository: str | None = None
     """Where the files of this version lie, such as https://HOST/ORG/REPOSITORY/blob/TAG, for links to the code."""
     keys: Mapping[str, dg.AssetKey] = field(default_factory=dict)
