@@ -63,7 +63,7 @@ def niels_definitions(
     automation: sensors that are on from the start; True: all. observe_cron: when `observe` does it, in UTC.
     freshness: of the tokenizer and the caches; None: Dagster evaluates none.
     static_partitions: with settings.partitions above 1, Dagster's own partitions in place of a step for each.
-    repository: where the files of this version lie, such as https://HOST/ORG/REPOSITORY/blob/TAG, for links to the code.
+    repository: where the files of this version are, as https://HOST/ORG/REPOSITORY/blob/TAG, for links to the code.
     translator: changes keys, groups, owners, tags and dependencies of single assets.
     """
     deployment = Deployment(
