@@ -4,12 +4,14 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 
 import dagster as dg
 import pytest
+import yaml
 from dagster.components.testing import create_defs_folder_sandbox
 from pydantic import ValidationError
+from support import ROOT
+from support.documents import blocks_of
 
 from niels_gpt.settings import Settings
 from pipelines import NielsCaches
@@ -157,6 +159,19 @@ def test_a_wrong_attribute_is_named_when_it_loads(attributes, place):
     assert place in places
 
 
+PAGE = (ROOT / "docs" / "deployment.md").read_text()
+SHOWN = [block.body for block in blocks_of(PAGE) if block.body.startswith("type: pipelines.NielsCaches")]
+
+
+@pytest.mark.parametrize("block", SHOWN, ids=range(len(SHOWN)))
+def test_the_yaml_of_the_page_is_a_component(block, monkeypatch):
+    monkeypatch.setenv("CACHE_DIR", "/data/cache")
+    given = yaml.safe_load(block)["attributes"]
+    made = NielsCaches.from_attributes_dict(attributes=given)
+    assert made.prefix == "llm" and made.settings.cache_dir.endswith("data/cache")
+    assert made.model_fields_set == given.keys()
+
+
 def test_the_package_loads_no_dagster_and_shows_the_component():
     code = "import sys, pipelines; assert 'dagster' not in sys.modules and 'NielsCaches' in dir(pipelines)"
-    assert not subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode
+    assert not subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode

@@ -106,4 +106,4 @@ def test_dev_serves_the_code_location(checkout):
     with dagster_dev(checkout, "dg dev --host 127.0.0.1 --port 3000", HOME=str(checkout)) as served:
         found = served.ask("{ workspaceOrError { ... on Workspace { locationEntries { name loadStatus } } } }")
     (location,) = found["workspaceOrError"]["locationEntries"]
-    assert location["loadStatus"] == "LOADED"
+    assert location == {"name": "niels_gpt", "loadStatus": "LOADED"}
