@@ -135,8 +135,9 @@ def test_the_schema_has_every_setting_with_its_help_default_and_bounds():
     assert {name: (each["description"], each["default"]) for name, each in of_settings.items()} == {
         each.name: (each.metadata["help"], each.default) for each in fields(Settings)
     }
-    assert of_settings["partitions"]["else"] == {"type": "integer", "minimum": 1, "maximum": 100_000}
-    assert of_settings["rollouts_val_frac"]["else"] == {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
+    bounds = {"type": ["integer", "string"], "minimum": 1, "maximum": 100_000}
+    assert of_settings["partitions"].items() >= bounds.items()
+    assert of_settings["rollouts_val_frac"].items() >= {"minimum": 0, "exclusiveMaximum": 1}.items()
     assert of_settings["exclude"]["type"] == ["string", "null"]
     undescribed = [name for name, each in schema.items() if not each.get("description")]
     assert not undescribed

@@ -94,7 +94,8 @@ def test_the_commands_of_dg_work_in_the_checkout(checkout):
     assert checked.returncode == 0, checked.stdout + checked.stderr
     listed = dg(checkout, "dg list defs --json")
     assert {*CHATS, "tokenizer"} <= {each["asset_key"] for each in json.loads(listed.stdout)["assets"]}
-    done = dg(checkout, "dg launch --assets 'sft/*'", PYTHONWARNINGS="default")
+    one_process = json.dumps({"execution": {"config": {"in_process": True}}})
+    done = dg(checkout, f"dg launch --assets 'sft/*' --config-json '{one_process}'", PYTHONWARNINGS="default")
     assert done.returncode == 0, done.stderr
     assert "Supersession" not in done.stdout + done.stderr
     for name in CHATS:
