@@ -5,8 +5,9 @@ EXTRAS ?= dev,dagster,dask,eagle3,fast
 # Processes of `make test`: one for each core that it may use, four at most; 0 is the one of pytest itself.
 PYTEST_WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()))")
 
-# Dagster recommends its newer command line at every call of the one that people and CI use here.
-DAGSTER := PYTHONWARNINGS=ignore $(BIN)/dagster
+# Without DAGSTER_HOME Dagster says that its history goes when it ends, which is not so: .dagster/ stays (dagster.yaml).
+# Its recommendation of `dg`, at every call of the command line that people and CI use here, is the warning left out.
+DAGSTER := DAGSTER_HOME="$(CURDIR)" PYTHONWARNINGS='ignore:Function `' $(BIN)/dagster
 
 # What needs none of the marks of pyproject.toml.
 UNMARKED := -m "not slow and not real_text and not browser and not faults"

@@ -57,6 +57,8 @@ def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
         # These need more than the cache: if that is missing, no other check fails.
         for some in filter(None, (names - outside, names & outside)):
             for name, verdict in _verdicts(settings, path, some).items():
+                for problem in verdict.problems[:1]:  # an event of a check is not on the console
+                    context.log.log("ERROR" if rules[name].blocking else "WARNING", f"{path}: {name}: {problem}")
                 yield _result(deployment, key, rules[name], verdict)
 
     return check

@@ -14,7 +14,7 @@ raw/NAME                                           observed: the source text of 
 sft/                                               observed: the root for `--select sft/*`
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,9 @@ import dagster as dg
 
 from niels_gpt.kinds.homes import home_assets
 from niels_gpt.recipes.plan import every_key
+from niels_gpt.recipes.records import cache_root
 from niels_gpt.settings import Settings
+from niels_gpt.storage.remedies import PROGRAM
 from pipelines import assets, partitions
 from pipelines.automation import automation_of, condition_of, switched_on
 from pipelines.checks import checks_of
@@ -130,7 +132,6 @@ PRELOADED = (
     "pipelines.definitions",
     "dagster._core.storage.sqlite_storage",  # SQLAlchemy and alembic, whatever the storage is
     "torch",
-    "matplotlib.backends.backend_agg",
 )
 """What a run imports once, in the server that its steps are forked from: docs/decisions/0028. None of them may start a
 thread, as pyarrow does, or CUDA. One that is not installed is passed over."""
@@ -148,7 +149,34 @@ def _processes(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-EXECUTOR = dg.multi_or_in_process_executor.configured(
+_STEPS: Any = dg.multi_or_in_process_executor
+
+
+class _ThenSaysWhere(dg.Executor):
+    """Runs the steps as another executor does, and logs at the end where the caches are."""
+
+    def __init__(self, inner: dg.Executor) -> None:
+        self._inner = inner
+
+    def execute(self, plan_context: Any, execution_plan: Any) -> Iterator[dg.DagsterEvent]:
+        """Yield the events of the steps."""
+        yield from self._inner.execute(plan_context, execution_plan)
+        where = cache_root(settings_from_environment())
+        plan_context.log.info(f"caches: {where}; {PROGRAM} list {where}")
+
+    @property
+    def retries(self) -> Any:
+        """Whether a step may be retried."""
+        return self._inner.retries
+
+
+def _then_says_where(context: dg.InitExecutorContext) -> dg.Executor:
+    return _ThenSaysWhere(_STEPS.executor_creation_fn(context))
+
+
+EXECUTOR = dg.ExecutorDefinition(
+    _STEPS.name, _STEPS.config_schema, _STEPS.get_requirements, _then_says_where
+).configured(
     _processes,
     config_schema={
         "in_process": dg.Field(
@@ -161,6 +189,4 @@ EXECUTOR = dg.multi_or_in_process_executor.configured(
 )
 """A step is a process. Those that would only wait for their turn at a pretrain build are not started yet."""
 
-defs = dg.Definitions.merge(
-    niels_definitions(), dg.Definitions(executor=EXECUTOR, loggers={"console": dg.colored_console_logger})
-)
+defs = dg.Definitions.merge(niels_definitions(), dg.Definitions(executor=EXECUTOR))

@@ -42,6 +42,7 @@ def described(deployment: Deployment, spec: dg.AssetSpec) -> dg.AssetSpec:
     kind = kind_of_key(path)
     if family == "raw":
         text, kinds, metadata = _of_raw(deployment.settings, name, source)
+        kinds = kinds | {family}
     elif kind is None or path.endswith("/"):
         text, kinds, metadata = _ROOT, set(spec.kinds), {}
     else:
@@ -101,7 +102,7 @@ def _licence(settings: Settings, source: SourceSpec | None) -> str | None:
 
 
 def _of_cache(settings: Settings, spec: dg.AssetSpec, path: str, page: Page) -> tuple[str, set[str], dict[str, Any]]:
-    where = str(cache_root(settings) / path)
+    where, family = str(cache_root(settings) / path), path.rpartition("/")[0]
     windows = 64 if settings.source_root == "sample" else 1024  # shards of the sample are short
     code = page.reader.replace("{path}", json.dumps(where)[1:-1]).replace("{T}", str(windows))
     metadata: dict[str, Any] = {
@@ -112,7 +113,7 @@ def _of_cache(settings: Settings, spec: dg.AssetSpec, path: str, page: Page) -> 
     if page.columns:
         columns = [dg.TableColumn(name, kind, description=text) for name, kind, text in page.columns]
         metadata["dagster/column_schema"] = dg.TableSchema(columns)
-    return f"{spec.description}\n\n```python\n{code}\n```", set(page.icons), metadata
+    return f"{spec.description}\n\n```python\n{code}\n```", {*page.icons, family} - {""}, metadata
 
 
 def _of_raw(settings: Settings, name: str, source: SourceSpec | None) -> tuple[str, set[str], dict[str, Any]]:

@@ -4,7 +4,6 @@ Dagster's page shows the entries in order and plots every number. So numbers tha
 text.
 """
 
-import base64
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,8 +15,9 @@ import dagster as dg
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.chat.tokenizers import CacheBackend
-from niels_gpt.display.numbers import count_text, many, share_text, size_text
-from niels_gpt.kinds.kind import Cache, Held, kind_named, look_command
+from niels_gpt.display.numbers import many, share_text, size_text
+from niels_gpt.display.sketch import sketch
+from niels_gpt.kinds.kind import Cache, Held, Kind, kind_named, look_command
 from niels_gpt.kinds.look import tokenizer_for
 from niels_gpt.recipes.records import Outcome
 from niels_gpt.recipes.resolve import resolve_source
@@ -58,34 +58,26 @@ _RESULTS = frozenset(
 """Keys of meta.json and manifest.json whose numbers change from one build to the next; the others are settings."""
 
 
-def materialize_result(outcome: Outcome, drawn: Metadata | None = None) -> dg.MaterializeResult[None]:
-    """Return the materialization of an outcome. Its data version is the content: equal bytes make nothing stale.
-
-    drawn: the entry of the picture, where it was drawn before from the same content.
-    """
-    kind = kind_named(outcome.meta["kind"])
-    assert kind is not None, outcome.meta["kind"]
+def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
+    """Return the materialization of an outcome. Its data version is the content: equal bytes make nothing stale."""
+    kind = _kind(outcome.meta)
     cache = Cache(outcome.path, outcome.path.resolve(), outcome.meta, kind)
-    held, meta, more = kind.held(outcome.meta), _mirrored(outcome), kind.more_results(cache)
-    share: float | None = outcome.meta.get("supervised_share")
-    if share is None and held.loss and held.total("token"):  # else every token has loss, or there is none
-        share = held.loss / held.total("token")
-    picture, examples = _to_look_at(cache, outcome.key, drawn or {})
-    rows = {"dagster/row_count": dg.MetadataValue.int(held.total(kind.unit))} if kind.unit else {}
-    things = [f"{split}_{unit}" for unit in ("groups", "samples", "examples", "tokens") for split in SPLITS]
-    headline = {key: meta[key] for key in things if key in meta}
+    held, more = kind.held(outcome.meta), kind.more_results(cache)
+    meta = {key: value for key, value in _mirrored(outcome).items() if key not in _MIRRORED_ELSEWHERE or not more}
+    picture, examples = _to_look_at(cache)
     return dg.MaterializeResult(
         # In the order in which the asset's page shows it: what a person looks at comes first.
         metadata={
             **picture,
-            **_in_words(outcome, held, share),
-            **rows,  # under Dagster's own names: its page shows them at the top, and plots them
-            "dagster/size_bytes": dg.MetadataValue.int(outcome.disk_bytes),
-            **headline,
-            **_of_the_run(outcome, share),
-            **_partition_table(outcome),
+            **_in_words(outcome),
             **examples,
-            **{key: value for key, value in meta.items() if key not in _MIRRORED_ELSEWHERE or not more},
+            **_partition_table(outcome),
+            **_of_the_run(outcome),
+            # under Dagster's own names: its page shows them at the top, and plots them
+            **({"dagster/row_count": dg.MetadataValue.int(held.total(kind.unit))} if kind.unit else {}),
+            "dagster/size_bytes": dg.MetadataValue.int(outcome.disk_bytes),
+            **_derived(outcome, held),
+            **meta,
             **{name: _typed(name, value) for name, value in more.items()},
         },
         data_version=dg.DataVersion(data_version(outcome.path, outcome.meta)),
@@ -125,6 +117,12 @@ def observation_metadata(
     stated = ("files", "revision", "fingerprint")
     order = [*stated, *(key for key in sorted(provenance) if key not in stated)]
     return {**found, **{key: provenance[key] for key in order if provenance.get(key) is not None}}
+
+
+def _kind(meta: Mapping[str, Any]) -> Kind:
+    kind = kind_named(meta["kind"])
+    assert kind is not None, meta["kind"]
+    return kind
 
 
 def _mirrored(outcome: Outcome) -> Metadata:
@@ -179,40 +177,31 @@ def _sums(records: list[dict[str, Any]]) -> dict[str, Any]:
     return sums
 
 
-def _in_words(outcome: Outcome, held: Held, share: float | None) -> Metadata:
-    """Return the main facts in a few words each. Their names have spaces; the keys of meta.json have none.
-
-    share: share of the tokens with loss, 0 to 1; None if all tokens have loss, or there are no tokens.
-    """
-    meta, found = outcome.meta, dict[str, str]()
-    found["holds"] = _held_in_words(meta, held)
-    if (totals := meta.get("totals")) and "train_tokens" in totals:
-        found["tokens of each split"] = ", ".join(f"{totals[f'{split}_tokens']:,} {split}" for split in SPLITS)
-    if share is not None:
-        found["tokens with loss"] = share_text(share)
-    if "dropped" in meta:
-        most = sorted(meta["dropped"].items(), key=lambda item: (-item[1], item[0]))
+def _in_words(outcome: Outcome) -> Metadata:
+    """Return what a person asks first. These names have spaces; the keys of meta.json have none."""
+    found = {"holds": held_in_words(outcome.meta)}
+    if "dropped" in outcome.meta:
+        most = sorted(outcome.meta["dropped"].items(), key=lambda item: (-item[1], item[0]))
         named = ", ".join(f"{reason} {count:,}" for reason, count in most[:_MOST_REASONS])
-        found["left out"] = f"{named}{', ...' if len(most) > _MOST_REASONS else ''}" if named else "nothing"
-    found["size on disk"] = size_text(outcome.disk_bytes)
-    speed = outcome.tokens_per_second
-    found["time to build"] = "none, it was up to date"
-    if not outcome.reused:
-        found["time to build"] = f"{outcome.seconds:,.3g} s" + (f", {count_text(speed)} tokens/s" if speed else "")
+        found["left out"] = f"{named}{', ...' if len(most) > _MOST_REASONS else ''}" or "nothing"
     found["look inside"] = look_command(outcome.key, outcome.path)
-    words: Metadata = {name: dg.MetadataValue.text(text) for name, text in found.items()}
-    return {**words, "path": dg.MetadataValue.path(outcome.path.absolute())}
+    return {name: dg.MetadataValue.text(text) for name, text in found.items()}
 
 
-def _held_in_words(meta: Mapping[str, Any], held: Held) -> str:
+def held_in_words(meta: Mapping[str, Any]) -> str:
+    """Return what a cache holds, by its meta.json: 53 train, 1 val examples, 5,208 tokens, 73 % with loss."""
+    held = _kind(meta).held(meta)
     if meta.get("built") is False:
         return "nothing: a stub; the settings leave its source out"
     parts = [f"{sum(counts.values()):,} {thing}s" for thing, counts in held.counts.items()]
     for thing, counts in [*held.counts.items()][:1]:
         if "" not in counts:
-            parts = [", ".join(f"{count:,} {split}" for split, count in counts.items()) + f" {thing}s"]
+            parts[0] = ", ".join(f"{count:,} {split}" for split, count in counts.items()) + f" {thing}s"
     if "partitions" in meta:
         parts.append(many(meta["partitions"]["total"], "partition"))
+    tokens = held.total("token")
+    if held.loss and tokens:
+        parts.append(f"{share_text(held.loss / tokens)} with loss")
     return ", ".join([*parts, *filter(None, [held.note])])
 
 
@@ -228,44 +217,42 @@ def _partition_table(outcome: Outcome) -> Metadata:
     return found
 
 
-def _of_the_run(outcome: Outcome, share: float | None) -> Metadata:
-    """Return facts of this run and derived numbers; meta.json has none of them (D10)."""
-    meta, value = outcome.meta, dg.MetadataValue
+def _of_the_run(outcome: Outcome) -> Metadata:
+    """Return facts of this run; meta.json has none of them (D10)."""
+    value = dg.MetadataValue
     found: Metadata = {
         "run/state": value.text("reused: nothing it depends on has changed" if outcome.reused else "built"),
         "run/seconds": value.float(round(outcome.seconds, 3)),
         "run/recipe_fingerprint": value.text(outcome.fingerprint),
-        "meta_json": value.path((outcome.path / META_NAME).absolute()),
-        "size_mib": value.float(round(outcome.disk_bytes / _MIB, 3)),
     }
-    for name in ("licence", "attribution", "revision"):
-        if (fact := (meta.get("source") or {}).get(name)) is not None:
-            found[name] = value.text(str(fact))
     if outcome.engine is not None:
         found["run/engine"] = value.text(outcome.engine)
     if outcome.peak_bytes is not None:
         found["run/peak_memory_mib"] = value.float(round(outcome.peak_bytes / _MIB, 1))
     if outcome.tokens_per_second is not None:
         found["run/tokens_per_second"] = value.float(round(outcome.tokens_per_second, 1))
-    tokens = outcome.tokens
-    if tokens and "utf8_bytes" in meta:
-        found["bytes_per_token"] = value.float(round(sum(meta["utf8_bytes"].values()) / tokens, 3))
-    if "dropped" in meta:
-        found["dropped_total"] = value.int(sum(meta["dropped"].values()))
-    if share is not None:
-        found["supervised_share"] = value.float(round(share, 4))
     return found
 
 
-def _to_look_at(cache: Cache, key: str, drawn: Metadata) -> tuple[Metadata, Metadata]:
-    """Return a picture, under 20 kB, and a short table of pieces as `show` prints them: both go to the event log.
+def _derived(outcome: Outcome, held: Held) -> Metadata:
+    """Return ratios to plot, which meta.json lacks."""
+    meta, tokens, found = outcome.meta, held.total("token"), dict[str, float]()
+    if tokens and "utf8_bytes" in meta:
+        found["bytes_per_token"] = round(sum(meta["utf8_bytes"].values()) / tokens, 3)
+    if tokens and held.loss:  # else every token has loss, or there is none
+        found["supervised_share"] = round(held.loss / tokens, 4)
+    return {name: dg.MetadataValue.float(ratio) for name, ratio in found.items()}
+
+
+def _to_look_at(cache: Cache) -> tuple[Metadata, Metadata]:
+    """Return a sketch, and a short table of pieces as `show` prints them: both go to the event log.
 
     The part that carries loss stands in [[ ]]. A cache that cannot be read gets the reason instead, so that its checks
     have the last word.
     """
-    kind, rows = cache.kind, list[dict[str, Any]]()
+    kind = cache.kind
     try:
-        png = base64.b64encode(kind.plot(cache, key)).decode() if kind.has("plot") and not drawn else None
+        shown = kind.distributions(cache)
         places = [] if cache.is_stub else kind.places(cache)
         tokenizer = tokenizer_for(cache, is_needed=kind.needs_tokenizer) if places else None
         how: dict[str, Any] = {"tokens": _SHOWN_TOKENS, "color": False}
@@ -274,7 +261,5 @@ def _to_look_at(cache: Cache, key: str, drawn: Metadata) -> tuple[Metadata, Meta
         ]
     except (ValueError, OSError, LookupError, TypeError) as error:
         return {"picture": dg.MetadataValue.text(f"the cache cannot be read: {error}")}, {}
-    picture = drawn
-    if png:
-        picture = {"picture": dg.MetadataValue.md(f"![{kind.unit}s](data:image/png;base64,{png})")}
+    picture: Metadata = {"picture": dg.MetadataValue.md(sketch(f"{kind.unit}s", shown))} if shown else {}
     return picture, {"examples": dg.MetadataValue.table([dg.TableRecord(row) for row in rows])} if rows else {}

@@ -27,7 +27,7 @@ from niels_gpt.storage.waits import Waits
 from niels_gpt.work import Progress
 from pipelines.checks import CAUSED_ELSEWHERE, NOT_THERE, rules_of
 from pipelines.deployment import Deployment
-from pipelines.metadata import Metadata, materialize_result
+from pipelines.metadata import held_in_words, materialize_result
 from pipelines.resources import Run
 from pipelines.versions import DATA_VERSION, newer_observation, report_found, upstream_of, version_tags
 
@@ -233,20 +233,10 @@ def report(
     outcome: Outcome,
 ) -> dg.MaterializeResult[None]:
     """Log what a run of a recipe has done and observed, and return what Dagster records of it. settings: of the run."""
-    context.log.info(f"{outcome.key}: {'reused' if outcome.reused else 'built'} in {outcome.seconds:.1f} s")
-    drawn = _drawn(context, deployment, outcome) if outcome.reused else {}
-    result = materialize_result(outcome, drawn)
+    result = materialize_result(outcome)
+    state = "reused" if outcome.reused else "built"
+    context.log.info(f"{outcome.key}: {state} in {outcome.seconds:.1f} s: {held_in_words(outcome.meta)}")
     return result._replace(tags=version_tags(context, deployment, settings, outcome))
-
-
-def _drawn(context: dg.AssetExecutionContext, deployment: Deployment, outcome: Outcome) -> Metadata:
-    """Return the picture of the last materialization if it was of the same content; else nothing."""
-    event = context.instance.get_latest_materialization_event(deployment.key(outcome.key))
-    found = event.asset_materialization if event is not None else None
-    shown = found.metadata if found is not None else {}
-    content, picture = shown.get("content_sha256"), shown.get("picture")
-    is_same = content is not None and content.value == outcome.meta["content_sha256"]
-    return {"picture": picture} if is_same and isinstance(picture, dg.MarkdownMetadataValue) else {}
 
 
 @contextmanager

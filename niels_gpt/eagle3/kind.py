@@ -23,6 +23,7 @@ from niels_gpt.storage.mounted import MOUNTED
 from niels_gpt.work import Progress
 
 if TYPE_CHECKING:
+    from niels_gpt.display.sketch import Distributions
     from niels_gpt.engine.units import Looks
 
 _MANIFEST_NAME = "manifest.json"  # as eagle3.format.layout has it, which loads torch
@@ -276,6 +277,10 @@ class Eagle3Kind(Kind):
         from niels_gpt.eagle3.inspect.stats import plot, stats
 
         return plot(stats(cache.path), name)
+
+    def distributions(self, cache: Cache) -> Distributions:
+        """Return the lengths. What `plot` has besides needs a look at all hidden states."""
+        return {"tokens per sample": {"": np.array(_lengths(cache)[0])}}
 
     def places(self, cache: Cache) -> list[tuple[str, int]]:
         """Return []: slots are tables of numbers."""

@@ -46,6 +46,7 @@ from niels_gpt.storage.remedies import PROGRAM
 from niels_gpt.work import Progress
 
 if TYPE_CHECKING:  # the engine is loaded by what looks at units
+    from niels_gpt.display.sketch import Distributions
     from niels_gpt.engine.units import Looks
     from niels_gpt.tokenizers.protocol import FullTokenizer
 
@@ -358,6 +359,10 @@ class Kind:
     def plot(self, cache: Cache, name: str) -> bytes:
         """Return a PNG of a cache, about 10 kB. name: of the cache, for the title."""
         raise self.lacks("plot", cache)
+
+    def distributions(self, cache: Cache) -> Distributions:
+        """Return values of the items to sketch on Dagster's page; {} for none."""
+        return {}
 
     def more_results(self, cache: Cache) -> dict[str, Any]:
         """Return numbers and texts that a record of a build has beside meta.json, by name."""

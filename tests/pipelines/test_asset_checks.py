@@ -5,6 +5,7 @@ The rules themselves are tested in test_verify.py.
 
 import asyncio
 import dataclasses
+import logging
 from pathlib import Path
 
 import dagster as dg
@@ -57,6 +58,8 @@ def test_a_share_of_drops_above_the_setting_is_a_warning(instance: dg.DagsterIns
     assert isinstance(entries["dropped_share"], float) and 0 < entries["dropped_share"] < 1
     assert entries["limit"] == "0 %", "a limit is no figure to plot"
     assert health(instance, "sft/dolly15k") == "WARNING"
+    logged = [event.user_message for event in instance.all_logs(result.run_id) if event.level == logging.WARNING]
+    assert [line for line in logged if line.startswith("sft/dolly15k: dropped_share: ")], "on the console too"
 
 
 def test_a_flipped_bit_fails_the_deep_check_and_with_it_the_run(

@@ -54,6 +54,9 @@ def processes_of_steps(home, monkeypatch):
         return {event.step_key: event.pid for event in logs if event and event.event_type_value == "STEP_START"}
 
 
+NAMES = ("dolly15k", "oasst1", "support")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("in_process", [False, True])
 def test_the_command_of_the_readme_builds_exactly_the_sft_caches(home, monkeypatch, in_process):
@@ -64,14 +67,16 @@ def test_the_command_of_the_readme_builds_exactly_the_sft_caches(home, monkeypat
     command = "DAGSTER_MODULE_NAME=pipelines.definitions dagster asset materialize --select sft/*"
     done = shell(home, command + config)
     assert done.returncode == 0, done.stderr
+    lines = [line.rpartition(" - ")[2] for line in done.stderr.splitlines()]
+    assert len(lines) < 20 and lines[-1] == "caches: cache/sample; niels-gpt list cache/sample"
+    assert {line.split(":")[0] for line in lines if ": built in " in line} == {f"sft/{name}" for name in NAMES}
     processes = processes_of_steps(home, monkeypatch)
     assert len(set(processes.values())) == (1 if in_process else len(processes))
-    names = ("dolly15k", "oasst1", "support")
     states = events(home, monkeypatch)
     assert len(states.pop("tokenizer")) >= 1, "which the caches' steps have made"
-    assert states == {f"sft/{name}": ["built"] for name in names}
+    assert states == {f"sft/{name}": ["built"] for name in NAMES}
     built = {str(path.parent.relative_to(home)) for path in home.glob("cache/sample/*/*/meta.json")}
-    assert built == {f"cache/sample/sft/{name}" for name in names}
+    assert built == {f"cache/sample/sft/{name}" for name in NAMES}
     assert read_meta("cache/sample/sft/support/meta.json")["source"]["attribution"] == "The support team"
     assert not list(home.glob(".tmp_dagster_home_*"))  # history is in .dagster/, nothing is left beside it
 

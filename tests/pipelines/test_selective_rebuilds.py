@@ -63,18 +63,6 @@ def test_everything_twice_builds_nothing_the_second_time(
         assert before["picture"] == after["picture"]
 
 
-def test_a_reused_cache_shows_the_picture_that_was_drawn_of_its_content(
-    after_a_run: dg.DagsterInstance, first_run: Any, settings: Settings
-) -> None:
-    key, picture = dg.AssetKey(["sft", "oasst1"]), dg.MetadataValue.md("![examples](data:image/png;base64,AAAA)")
-    content, drawn = (first_run.metadata["sft/oasst1"][name] for name in ("content_sha256", "picture"))
-    for recorded, shown in ((content, picture.value), ("of another build", drawn)):
-        entries = {"content_sha256": recorded, "picture": picture}
-        after_a_run.report_runless_asset_event(dg.AssetMaterialization(key, metadata=entries))
-        result = metadata(run(after_a_run, settings, "sft/oasst1"))["sft/oasst1"]
-        assert result["run/state"].startswith("reused") and result["picture"] == shown
-
-
 @pytest.mark.parametrize("in_launchpad", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_one_changed_setting_rebuilds_the_assets_that_read_it_alone(
     after_a_run: dg.DagsterInstance, settings: Settings, in_launchpad: bool

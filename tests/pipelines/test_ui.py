@@ -4,6 +4,8 @@ It wants Debian's chromium and the extra `browser`. Run: pytest -m browser tests
 Every test begins and ends with fresh assets and a damaged file of none, so each also runs alone.
 """
 
+import re
+
 import pytest
 from support.browser import HIGH, WIDE, DagsterDev, blemishes, choose, chromium, confirmed, seen
 from support.dagster_dev import until
@@ -77,14 +79,12 @@ def test_a_person_builds_a_group_watches_its_run_and_looks_at_a_cache(dagster, p
     look(page, tmp_path / "asset.png")
     keys = page.get_by_placeholder("Filter metadata keys")
     keys.evaluate("element => element.scrollIntoView({block: 'start'})")
-    seen(page, "holds", "tokens with loss", "look inside", "train_tokens", "run/seconds", "content_sha256")
+    seen(page, "holds", "left out", "look inside", "train_tokens", "run/seconds", "content_sha256")
+    picture = page.get_by_role("img", name="examples")  # of the table, without a click
+    assert picture.is_visible() and picture.evaluate("image => image.naturalWidth") > 300
     look(page, tmp_path / "figures.png")
     assert page.get_by_text("[[").first.is_visible()  # the part of an example that carries loss
-    page.get_by_text("[Show Markdown]").first.click()
-    picture = page.get_by_role("img", name="examples")
-    picture.wait_for()
-    assert picture.evaluate("image => image.naturalWidth") > 300
-    look(page, tmp_path / "picture.png")
+    assert len(re.findall(r"[\d.]+ ?[KMG]i?B\b", page.inner_text("body"))) == 1, "the size, at the top"
 
     page.goto(f"{dagster.address}/assets/sft/support")
     for words in ("Token cache of your own chats", "licence: CC", "The support team"):
@@ -190,6 +190,7 @@ def test_another_setting_makes_stale_what_reads_it_and_materialize_unsynced_buil
     page.goto(f"{dagster.address}{GROUP}/sft/lineage")
     seen(page, "Materialized")
     assert page.get_by_text("Unsynced").count() == 0
+    assert page.get_by_text("root", exact=True).count() == 0, "the root of `sft/*` has a group of its own"
     look(page, tmp_path / "group.png")
 
 

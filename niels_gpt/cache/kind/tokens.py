@@ -51,6 +51,7 @@ from niels_gpt.storage.meta_json import open_regular, path_inside, wrong_value
 from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
 
 if TYPE_CHECKING:
+    from niels_gpt.display.sketch import Distributions
     from niels_gpt.engine.units import UnitKind
 
 _CHUNK = 1 << 20  # examples whose first ids are checked at a time
@@ -269,6 +270,11 @@ class Tokens(Kind, ABC):
         """Return a PNG of the lengths, and of the share with loss."""
         return plot(cache, name)
 
+    def distributions(self, cache: Cache) -> Distributions:
+        """Return the lengths."""
+        sizes = {split: found for split in SPLITS if len(found := lengths(cache.folder, cache.meta, split))}
+        return {f"tokens per {self.unit}": sizes} if sizes else {}
+
 
 def _opened(module: str, name: str, how: str) -> Callable[[Mapping[str, Any]], Iterator[str]]:
     """Return a function that yields lines of Python: they open a token cache as a stream, and a token file with numpy.
@@ -401,6 +407,14 @@ class SftKind(Tokens):
             join=joining_chats.join,
             warn=joining_chats.warn_of_whole,
         )
+
+    def distributions(self, cache: Cache) -> Distributions:
+        """Return the lengths, and the share with loss."""
+        found, shares = super().distributions(cache), dict[str, Any]()
+        for sizes in found.values():
+            for split, each in sizes.items():
+                shares[split] = 100 * supervised_counts(cache.folder, cache.meta, split) / each
+        return {**found, "% with loss": shares} if shares else found
 
     def _check_sentinels(self, folder: Path, meta: Meta) -> None:
         if not has_loss_bits(meta):

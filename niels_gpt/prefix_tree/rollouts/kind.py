@@ -32,6 +32,7 @@ from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import file_records, printable, shortened
 
 if TYPE_CHECKING:
+    from niels_gpt.display.sketch import Distributions
     from niels_gpt.engine.units import UnitKind
     from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
     from niels_gpt.prefix_tree.rollouts.records import Sample
@@ -331,6 +332,16 @@ class RolloutsKind(Kind):
     def plot(self, cache: Cache, name: str) -> bytes:
         """Return a PNG of the savings by folding."""
         return _picture(cache, name)
+
+    def distributions(self, cache: Cache) -> Distributions:
+        """Return the tokens of each group, and how many times fewer they are after folding."""
+        sizes, factors = dict[str, Any](), dict[str, Any]()
+        for split in SPLITS:
+            if cache.meta["totals"][f"{split}_groups"]:
+                data = _opened(cache, split)
+                sizes[split] = np.add.reduceat(data.samples[:, 0].astype(np.int64), data.groups[:, 0])
+                factors[split] = sizes[split] / data.groups[:, -2]
+        return {"tokens per group": sizes, "times fewer after folding": factors} if sizes else {}
 
     def more_results(self, cache: Cache) -> dict[str, Any]:
         """Return the factors by which folding reduces tokens and attention pairs."""
