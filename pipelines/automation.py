@@ -24,6 +24,7 @@ from niels_gpt.recipes.plan import every_key
 from niels_gpt.recipes.records import TOKENIZER_KEY
 from niels_gpt.recipes.resolve import listing_of, resolve_source
 from niels_gpt.recipes.user_sources import user_sources
+from niels_gpt.storage.remedies import did_you_mean
 from pipelines.deployment import Deployment
 from pipelines.versions import SFT_ROOT
 
@@ -44,7 +45,10 @@ def switched_on(automation: bool | Collection[str]) -> frozenset[str]:
         return frozenset(SWITCHES if automation else ())
     names = {automation} if isinstance(automation, str) else set(automation)
     for name in sorted(names - set(SWITCHES)):
-        raise ValueError(f"automation: there is no {name!r}. There are {', '.join(SWITCHES)}; True is all of them")
+        near = did_you_mean(name, SWITCHES)
+        raise ValueError(
+            f"automation: there is no {name!r}.{near} There are {', '.join(SWITCHES)}; True is all of them"
+        )
     return frozenset(names)
 
 

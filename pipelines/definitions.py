@@ -84,7 +84,7 @@ def niels_definitions(
             *(checks_of(deployment, path) for path in every_key(deployment.settings)),
             *(check for home in homes for check in home.checks),
         ],
-        resources={deployment.resource: settings_resource(deployment.settings)},
+        resources={deployment.resource: settings_resource(deployment.settings, deployment.resource)},
     )
     return dg.Definitions.merge(ours, automation_of(deployment))
 

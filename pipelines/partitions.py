@@ -23,6 +23,7 @@ from niels_gpt.recipes.units import NoPlan
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import LeftOut
 from pipelines.deployment import Deployment
+from pipelines.resources import BuildConfig, WaitConfig
 from pipelines.steps import (
     BUILD_POOL,
     BUILD_TAG,
@@ -69,7 +70,9 @@ def _as_graph(
     plan = plans.setdefault(frozenset(upstream), _plan_partitions(deployment, sorted(upstream)))
 
     @dg.graph_asset(
-        key=spec.key, ins={each: dg.AssetIn(key, dagster_type=dg.Nothing) for each, key in upstream.items()}
+        key=spec.key,
+        ins={each: dg.AssetIn(key, dagster_type=dg.Nothing) for each, key in upstream.items()},
+        config=dg.ConfigMapping(_of_steps, BuildConfig.to_fields_dict()),
     )
     def cache(**inputs: Any) -> Any:
         planned = plan.alias("plan_partitions")(**inputs)
@@ -78,6 +81,12 @@ def _as_graph(
 
     (asset,) = dg.map_asset_specs(lambda _: spec, [cache])
     return asset
+
+
+def _of_steps(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of each step of a graph: what `ops.OP.config` says of the asset."""
+    wait = {"config": {"wait": config["wait"]}}
+    return {"plan_partitions": {"config": config}, "build_partition": wait, "seal_cache": wait}
 
 
 def is_in_partitions(settings: Settings, path: str) -> bool:
@@ -119,8 +128,8 @@ def _plan_partitions(deployment: Deployment, upstream: Sequence[str]) -> dg.OpDe
         tags=deployment.op_tags,
         required_resource_keys={deployment.resource},
     )
-    def plan_partitions(context: dg.AssetExecutionContext) -> Iterator[dg.DynamicOutput[None]]:
-        asked, path = deployment.run(context), deployment.path_of(context.asset_key)
+    def plan_partitions(context: dg.AssetExecutionContext, config: BuildConfig) -> Iterator[dg.DynamicOutput[None]]:
+        asked, path = deployment.run(context, config), deployment.path_of(context.asset_key)
         core = with_installed(asked.settings)
         unfinished: list[int] = []
         with step(context, deployment), suppress(LeftOut):  # the last step says so
@@ -153,8 +162,8 @@ def _build_partition(deployment: Deployment) -> dg.OpDefinition:
         tags=deployment.op_tags,
         required_resource_keys={deployment.resource},
     )
-    def build_partition(context: dg.AssetExecutionContext) -> Iterator[dg.Output[None]]:
-        asked, path = deployment.run(context), deployment.path_of(context.asset_key)
+    def build_partition(context: dg.AssetExecutionContext, config: WaitConfig) -> Iterator[dg.Output[None]]:
+        asked, path = deployment.run(context, config), deployment.path_of(context.asset_key)
         number = int(str(context.op_execution_context.get_mapping_key()).removeprefix("p"))
         with step(context, deployment), _in_a_new_run(path):
             units = units_of(with_installed(asked.settings), path, fixes=False)
@@ -181,8 +190,8 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
         tags={**deployment.op_tags, BUILD_TAG: "true"},
         required_resource_keys={deployment.resource},
     )
-    def seal_cache(context: dg.AssetExecutionContext) -> Iterator[dg.Output[None]]:
-        asked, path = deployment.run(context), deployment.path_of(context.asset_key)
+    def seal_cache(context: dg.AssetExecutionContext, config: WaitConfig) -> Iterator[dg.Output[None]]:
+        asked, path = deployment.run(context, config), deployment.path_of(context.asset_key)
         core = with_installed(asked.settings)
 
         def build() -> Outcome:
@@ -192,8 +201,8 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
             observed = newer_observation(context, deployment, core, path)
             return every_recipe(core)[path](core, observed=observed, progress=progress_log(context))
 
-        alone = turn(asked, path) if builds_alone(path) else nullcontext()
-        with step(context, deployment), alone, _in_a_new_run(path):
+        # The turn inside of `step`: its error E503 is no reason to try again.
+        with step(context, deployment), turn(asked, path) if builds_alone(path) else nullcontext(), _in_a_new_run(path):
             try:
                 result = report(context, deployment, asked.settings, waited_for(asked, path, build))
             except LeftOut as error:

@@ -30,6 +30,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 from pipelines.deployment import Deployment, HomeAssets
+from pipelines.resources import WaitConfig
 from pipelines.steps import progress_log, step
 from pipelines.versions import DATA_VERSION, INPUT_VERSION
 
@@ -62,8 +63,8 @@ def _asset(deployment: Deployment, line: Line) -> dg.AssetsDefinition:
         code_version=sha256(canonical_json(facts)).hexdigest()[:_DIGITS],
         metadata={"dagster/uri": line.place},
     )
-    def output(context: dg.AssetExecutionContext) -> dg.MaterializeResult[None]:
-        run = deployment.run(context)
+    def output(context: dg.AssetExecutionContext, config: WaitConfig) -> dg.MaterializeResult[None]:
+        run = deployment.run(context, config)
         with step(context, deployment):
             progress = progress_log(context, "files", "bytes")
             done = deliver(run.settings, line, wait=run.wait, progress=progress)

@@ -35,12 +35,13 @@ def run(
     settings: Settings,
     *keys: str,
     config: dict[str, Any] | None = None,
+    build: dict[str, Any] | None = None,
     run_config: dict[str, Any] | None = None,
     raise_on_error: bool = True,
 ) -> dg.ExecuteInProcessResult:
     """Materialize or observe the assets `keys`, checks included; where none is named, the tokenizer and its caches.
 
-    config: settings in the run's config, as a Launchpad gives them.
+    config, build: settings, and the config of the steps of `keys`, in the run's config, as a Launchpad gives them.
     """
     quiet = dg.Definitions(loggers={"console": dg.colored_console_logger})  # named, it speaks from INFO on
     definitions = dg.Definitions.merge(niels_definitions(settings=settings), quiet)
@@ -50,6 +51,8 @@ def run(
         asset_selection=selection.resolve(definitions.resolve_asset_graph())
     )
     given = {"resources": {"settings": {"config": config}}} if config else run_config or {}
+    if build:
+        given = {**given, "ops": {key.replace("/", "__"): {"config": build} for key in keys}}
     return job.execute_in_process(instance=instance, run_config=given, raise_on_error=raise_on_error)
 
 
