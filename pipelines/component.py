@@ -15,8 +15,6 @@ from pydantic import (
     BaseModel,
     Field,
     PlainSerializer,
-    TypeAdapter,
-    ValidationError,
     WithJsonSchema,
     WrapValidator,
     create_model,
@@ -26,6 +24,7 @@ from niels_gpt.settings import Settings
 from pipelines.automation import SWITCHES
 from pipelines.definitions import niels_definitions
 from pipelines.deployment import CacheTranslator
+from pipelines.resources import parsed
 
 _TYPES: dict[str, Any] = get_type_hints(Settings)
 _JSON = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
@@ -80,13 +79,8 @@ _PARTITIONS = WithJsonSchema(SettingsModel.model_json_schema()["properties"]["pa
 
 def _as_settings(context: dg.ResolutionContext, model: BaseModel) -> Settings:
     """Return the settings that YAML gives; the defaults for the others. Raises: ValueError that names a setting."""
-    given = dict(context.resolve_value(model.model_dump(exclude_unset=True)))
-    for name, value in given.items():
-        try:
-            given[name] = TypeAdapter(_TYPES[name]).validate_python(value)  # a template's text into numbers
-        except ValidationError as error:
-            raise ValueError(f"settings.{name} is {value!r}: {error.errors()[0]['msg']}") from None
-    return Settings(**given)
+    given = context.resolve_value(model.model_dump(exclude_unset=True))
+    return Settings(**parsed(given, "settings.{}".format))  # a template's text into numbers
 
 
 # --- paths ------------------------------------------------------------------------------------------------------------
@@ -99,15 +93,17 @@ def _from(root: Path, settings: Settings) -> Settings:
         return str(root / Path(text).expanduser())
 
     changed: dict[str, Any] = {name: placed(getattr(settings, name)) for name in ("cache_dir", "roam_dir")}
-    if settings.source_root not in ("hub", "sample"):
-        changed["source_root"] = placed(settings.source_root)
-    for name in ("exclude", "chat_template", "tokenizer", "eagle3_target", "eagle3_source", "sources_file"):
-        text = getattr(settings, name)  # a path, or the id or name of something
-        if text and (text.startswith(".") or (root / text).exists()):
+    for name, others in (("source_root", ("hub", "sample")), ("exclude", ()), ("chat_template", ("tokenizer",))):
+        if (text := getattr(settings, name)) and text not in others:
             changed[name] = placed(text)
+    for name in ("tokenizer", "eagle3_target", "sources_file"):  # an id of the hub is no file here
+        if (text := getattr(settings, name)) and (text.startswith(".") or (root / text).exists()):
+            changed[name] = placed(text)
+    if set(settings.eagle3_source) & set("/.*"):  # which no name of a source has
+        changed["eagle3_source"] = placed(settings.eagle3_source)
     for name in ("pretrain", "sft", "rollouts"):
-        lines = [line.partition("=") for line in (getattr(settings, name) or "").split(";")]
-        if getattr(settings, name):
+        lines = [line.partition("=") for line in (getattr(settings, name) or "").split(";") if line.strip()]
+        if lines:
             changed[name] = ";".join(f"{left}{equals}{placed(files.strip())}" for left, equals, files in lines)
     return replace(settings, **changed)
 
