@@ -70,6 +70,7 @@ def test_yaml_gives_what_the_function_gives():
         "tags": {"tier": "gold"},
         "op_tags": {"dagster-k8s/config": {"container_config": {}}},
         "automation": ["observe", "files"],
+        "static_partitions": True,
         "repository": "https://code.example/llm/blob/v1",
     }
     with loaded(attributes) as (root, made):
@@ -79,7 +80,8 @@ def test_yaml_gives_what_the_function_gives():
             "roam_dir": str(root / "data/roam"),
         }
         settings = Settings(source_root="sample", vocab_size=400, partitions=2, **where)
-        given = {name: attributes[name] for name in ("group_prefix", "owners", "tags", "op_tags", "automation")}
+        names = ("group_prefix", "owners", "tags", "op_tags", "automation", "static_partitions")
+        given = {name: attributes[name] for name in names}
         assert facts(made) == facts(niels_definitions("team/llm", settings, **given))
         graph = made.resolve_asset_graph()
         node = graph.get(dg.AssetKey(["team", "llm", "sft", "mine"]))
