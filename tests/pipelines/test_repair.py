@@ -1,6 +1,7 @@
 """A damaged cache is built from scratch by one click, and by `force`; a run waits for another builder, or says who."""
 
 import logging
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -101,13 +102,8 @@ def test_a_check_that_a_build_from_scratch_does_not_repair_starts_no_other(
     assert built(run(instance, settings, KEY)) == {KEY}, "the same content, and it helped"
 
 
-@pytest.mark.slow
-def test_one_wrong_bit_builds_the_partition_that_wrote_it_and_no_other(
-    instance: dg.DagsterInstance, settings: Settings
-) -> None:
-    key, settings = "pretrain/wikitext", replace(settings, partitions=4)
-    run(instance, settings, key)
-    version = Path(settings.cache_dir, key).resolve()
+def one_wrong_bit(version):
+    """Change a bit of a sealed cache in partitions. Returns its partition, its file, and all good files."""
     first = {file: file.read_bytes() for file in sorted(version.rglob("*")) if file.is_file()}
     shards = [each["train_shards"] for each in read_meta(str(version / "meta.json"))["partitions"]["of_each"]]
     owner = max(number for number, of_it in enumerate(shards) if of_it)
@@ -115,6 +111,18 @@ def test_one_wrong_bit_builds_the_partition_that_wrote_it_and_no_other(
     content = bytearray(first[shard])
     content[100] ^= 1
     shard.write_bytes(content)
+    return owner, shard, first
+
+
+@pytest.mark.slow
+def test_one_wrong_bit_builds_the_partition_that_wrote_it_and_no_other(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    key, settings = "pretrain/wikitext", replace(settings, partitions=4)
+    run(instance, settings, key)
+    version = Path(settings.cache_dir, key).resolve()
+    owner, shard, first = one_wrong_bit(version)
+    wrong = shard.read_bytes()
 
     deep = {"deep_checks": True}
     assert not run(instance, settings, key, config=deep, raise_on_error=False).success
@@ -128,10 +136,26 @@ def test_one_wrong_bit_builds_the_partition_that_wrote_it_and_no_other(
     assert not [*version.parent.glob("partitions-*")]
     assert built(run(instance, settings, key, config=deep)) == set()
 
-    shard.write_bytes(content)
+    shard.write_bytes(wrong)
     assert not run(instance, settings, key, config=deep, raise_on_error=False).success
     build_token_cache(settings, "wikitext")
     assert shard.read_bytes() == first[shard], "the command line repairs it too"
+
+
+@pytest.mark.slow
+def test_one_wrong_bit_of_static_partitions_is_mended_by_the_seal(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    key, settings, how = "pretrain/wikitext", replace(settings, partitions=4), {"static_partitions": True}
+    for number in range(4):
+        run(instance, settings, f"partitions/{key}", partition=f"{number:05d}", **how)
+    run(instance, settings, key, **how)
+    owner, _, first = one_wrong_bit(Path(settings.cache_dir, key).resolve())
+    deep = {"deep_checks": True}
+    assert not run(instance, settings, key, config=deep, raise_on_error=False, **how).success
+    result = run(instance, settings, key, config=deep, **how)
+    assert re.findall(r"partition (\d+) of 4 built", " ".join(said(instance, result))) == [str(owner)]
+    assert {file: file.read_bytes() for file in first} == first and verdicts(result)["files_match_meta"][0]
 
 
 @pytest.mark.slow
