@@ -167,6 +167,11 @@ def test_a_killed_step_and_a_killed_run_amid_sensor_ticks_leave_nothing_stuck(ho
     with dagster_dev(home, **environment) as dev:
         first = dev.launch("pretrain/roam", tags=AN_HOUR)
         assert dev.finished(first) == ["SUCCESS"]
+        observed = until(lambda: [run for run in dev.statuses() if run != first], "the observation of a new source")
+        assert dev.finished(*observed) == ["SUCCESS"]
+        ticks = lambda: (home / "dev.log").read_text().count("auto-materialization tick for rebuild")  # noqa: E731
+        before = ticks()
+        until(lambda: ticks() > before + 1, "a whole tick of the sensor rebuild")  # it has seen the first build
         write(home / "mirror" / "roam" / "later.md", "- the heron comes back\n" * 200_000)
         begun = until(lambda: built_by(home), "a build that the sensors have asked for")
         os.kill(begun, signal.SIGKILL)
