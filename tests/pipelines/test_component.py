@@ -101,11 +101,16 @@ def test_settings_come_from_the_file_alone_and_a_template_from_the_environment(m
 
 def test_a_file_of_sources_lies_beside_the_yaml_and_other_paths_start_in_the_project():
     files = {"mine.toml": '[sft.support]\nfiles = "chats.json"\n'}
-    with loaded({"sources": "mine.toml", "settings": {"source_root": "mirror"}}, files) as (root, made):
-        shown = made.resolve_asset_graph().get(dg.AssetKey(["sft", "support"]))
+    given = {"source_root": "mirror", "pretrain": "notes=notes/*.md; logs=/srv/logs:line"}
+    with loaded({"sources": "mine.toml", "settings": given}, files) as (root, made):
+        graph = made.resolve_asset_graph()
+        shown = graph.get(dg.AssetKey(["sft", "support"]))
         assert shown.metadata["path"].path == str(root / "cache" / "sft" / "support")
-        raw = made.resolve_asset_graph().get(dg.AssetKey(["raw", "roam"]))
-        assert raw.metadata["dagster/uri"].text == str(root / "mirror")
+        texts = {
+            name: graph.get(dg.AssetKey(["raw", name])).metadata["dagster/uri"].text
+            for name in ("roam", "notes", "logs")
+        }
+        assert texts == {"roam": str(root / "mirror"), "notes": str(root / "notes/*.md"), "logs": "/srv/logs"}
 
 
 def test_single_assets_change_by_translation_by_post_processing_and_in_a_subclass():
