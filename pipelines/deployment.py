@@ -114,7 +114,8 @@ class Deployment:
             raise dg.Failure(
                 f"{given.place}.source_root: with {run.settings.source_root} the caches lie in {asked}, and this "
                 f"deployment's lie in {ours}: it has no assets of another folder. Set it for the deployment, "
-                f"in its settings or NIELS_GPT_SOURCE_ROOT, or build there: {build_command(run.settings, TOKENIZER_KEY)}",
+                "in its settings or NIELS_GPT_SOURCE_ROOT, or build there: "
+                f"{build_command(run.settings, TOKENIZER_KEY)}",
                 allow_retries=False,
             )
         return run

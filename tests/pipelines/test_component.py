@@ -4,6 +4,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import fields
+from datetime import timedelta
 
 import dagster as dg
 import pytest
@@ -53,7 +54,7 @@ def facts(made):
         of_yaml = ("dagster/code_references", "dagster/component_origin")
         shown = {name: value for name, value in node.metadata.items() if name not in of_yaml}
         parts = (node.group_name, node.owners, node.tags, node.parent_keys, node.code_version, node.description, shown)
-        specs[key] = (*parts, str(node.automation_condition))
+        specs[key] = (*parts, str(node.automation_condition), node.freshness_policy)
     jobs = [job.name for job in repository.get_all_jobs()]
     sensors = {sensor.name: sensor.default_status for sensor in repository.sensor_defs}
     schedules = {schedule.name: schedule.default_status for schedule in repository.schedule_defs}
@@ -70,6 +71,8 @@ def test_yaml_gives_what_the_function_gives():
         "tags": {"tier": "gold"},
         "op_tags": {"dagster-k8s/config": {"container_config": {}}},
         "automation": ["observe", "files"],
+        "observe_cron": "30 1 * * *",
+        "freshness": {"fail": 48, "warn": 24},
         "static_partitions": True,
         "repository": "https://code.example/llm/blob/v1",
     }
@@ -80,8 +83,10 @@ def test_yaml_gives_what_the_function_gives():
             "roam_dir": str(root / "data/roam"),
         }
         settings = Settings(source_root="sample", vocab_size=400, partitions=2, **where)
-        names = ("group_prefix", "owners", "tags", "op_tags", "automation", "static_partitions")
+        names = ("group_prefix", "owners", "tags", "op_tags", "automation", "observe_cron", "static_partitions")
         given = {name: attributes[name] for name in names}
+        days = {"fail_window": timedelta(days=2), "warn_window": timedelta(days=1)}
+        given["freshness"] = dg.FreshnessPolicy.time_window(**days)
         assert facts(made) == facts(niels_definitions("team/llm", settings, **given))
         graph = made.resolve_asset_graph()
         node = graph.get(dg.AssetKey(["team", "llm", "sft", "mine"]))
