@@ -137,11 +137,9 @@ def built_by(home):
     return int(found[1]) if found else None
 
 
-def worker_of(dev, run):
-    """Return the pid of the process of a run, without its steps."""
-    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in dev.processes()}
-    (pid,) = [pid for pid, line in lines.items() if run.encode() in line and b"execute_run" in line]
-    return pid
+def parent_of(pid):
+    """Return the pid of the process that has started another."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def files_of(cache):
@@ -177,8 +175,7 @@ def test_a_killed_step_and_a_killed_run_amid_sensor_ticks_leave_nothing_stuck(ho
         os.kill(begun, signal.SIGKILL)
         again = until(lambda: (pid := built_by(home)) != begun and pid, "the second attempt of the step")
         (run,) = [run for run, state in dev.statuses().items() if state == "STARTED"]
-        assert again in dev.processes()
-        os.kill(worker_of(dev, run), signal.SIGKILL)
+        os.kill(parent_of(parent_of(again)), signal.SIGKILL)  # the run; between them is the server of its forks
         assert dev.finished(run) == ["FAILURE"], "the daemon ends it after max_runtime_seconds"
         until(lambda: len(dev.built("pretrain/roam")) > 1, "its repetition")
         until(
