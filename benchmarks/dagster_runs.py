@@ -1,9 +1,9 @@
 """CPU time and peak memory of the caches in Dagster, as multiples of an empty Dagster project's.
 
-Run: python benchmarks/dagster_runs.py [--only WORD ...] [--rounds N]. The empty project has assets and checks that return
-at once: one asset, or ten with 60 checks for the rows of all assets. Both sides take turns, and the median of the rounds
-counts; the first round writes bytecode and builds the caches, and is left out. CPU time is that of all processes of a
-command; the peak is that of its largest process. "from scratch" builds the bundled sample in an empty folder.
+Run: python benchmarks/dagster_runs.py [--only WORD ...] [--rounds N]. The empty project's assets and checks return at
+once: one asset, or ten with 60 checks for the rows of all assets. Both sides take turns, and the median of the rounds
+counts; the first round writes bytecode and builds the caches, and is left out. CPU time is of all processes of a
+command; the peak is of its largest process. "from scratch" builds the bundled sample in an empty folder.
 """
 
 from __future__ import annotations
