@@ -18,6 +18,7 @@ from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.recipes.user_sources import user_sources
 from pipelines.deployment import Deployment
 from pipelines.metadata import observation_metadata
+from pipelines.resources import BuildConfig
 from pipelines.steps import (
     NETWORK_RETRIES,
     cache_asset,
@@ -98,8 +99,8 @@ def _tokenizer(deployment: Deployment) -> dg.AssetsDefinition:
         description="Tokenizer of all caches: the one in the settings, or else the existing one, or else a new one "
         "trained on the sources.",
     )
-    def tokenizer(context: dg.AssetExecutionContext) -> dg.MaterializeResult[None]:
-        run = deployment.run(context)
+    def tokenizer(context: dg.AssetExecutionContext, config: BuildConfig) -> dg.MaterializeResult[None]:
+        run = deployment.run(context, config)
         with step(context, deployment):
             why = why_from_scratch(context, deployment, run, TOKENIZER_KEY)
             if why:

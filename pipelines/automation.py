@@ -24,8 +24,9 @@ from niels_gpt.recipes.plan import every_key
 from niels_gpt.recipes.records import TOKENIZER_KEY
 from niels_gpt.recipes.resolve import listing_of, resolve_source
 from niels_gpt.recipes.user_sources import user_sources
+from niels_gpt.storage.remedies import did_you_mean
 from pipelines.deployment import Deployment
-from pipelines.versions import SFT_ROOT
+from pipelines.versions import PARTITIONS, SFT_ROOT, static_partitions_of
 
 SWITCHES = ("observe", "files", "rebuild")
 """What `niels_definitions(automation=...)` may name."""
@@ -44,7 +45,10 @@ def switched_on(automation: bool | Collection[str]) -> frozenset[str]:
         return frozenset(SWITCHES if automation else ())
     names = {automation} if isinstance(automation, str) else set(automation)
     for name in sorted(names - set(SWITCHES)):
-        raise ValueError(f"automation: there is no {name!r}. There are {', '.join(SWITCHES)}; True is all of them")
+        near = did_you_mean(name, SWITCHES)
+        raise ValueError(
+            f"automation: there is no {name!r}.{near} There are {', '.join(SWITCHES)}; True is all of them"
+        )
     return frozenset(names)
 
 
@@ -107,7 +111,10 @@ def _rebuild_sensor(deployment: Deployment) -> dg.AutomationConditionSensorDefin
     """Return the sensor that evaluates `condition_of` for all our assets; otherwise Dagster would add its own."""
     return dg.AutomationConditionSensorDefinition(
         deployment.name("rebuild"),
-        target=_select(deployment, every_key(deployment.settings)),
+        target=_select(
+            deployment,
+            [*every_key(deployment.settings), *(PARTITIONS + path for path in static_partitions_of(deployment))],
+        ),
         default_status=_status(deployment, "rebuild"),
         description="Materializes the caches of a source or tokenizer once for each new data version.",
     )

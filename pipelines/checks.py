@@ -12,6 +12,7 @@ from niels_gpt.recipes.records import cache_root
 from niels_gpt.settings import Settings
 from niels_gpt.storage.checks import Check, Value, Verdict
 from niels_gpt.storage.errors import CacheError, LeftOut
+from niels_gpt.storage.remedies import build_again
 from pipelines.deployment import Deployment
 
 _DIGITS = 6  # of a share
@@ -99,14 +100,15 @@ def _result(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verd
 
 
 def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verdict) -> str:
-    """Return the first problems and, if a build from scratch repairs the cache, how to start one."""
-    problems = verdict.problems
+    """Return what is wrong, and in a second line what to do if materializing the asset repairs it."""
+    path = deployment.path_of(key)
+    problems, command = verdict.problems, f". {build_again(cache_root(deployment.settings) / path)}"
+    is_missing = NOT_THERE in verdict.values and all(problem.endswith(command) for problem in problems)
+    repairs = is_missing or (rule.blocking and rule.name not in CAUSED_ELSEWHERE and NOT_THERE not in verdict.values)
     rest = len(problems) - _SHOWN_PROBLEMS
-    said = "; ".join([*problems[:_SHOWN_PROBLEMS], *([f"and {rest} more in all_problems"] if rest > 0 else [])])
-    if not rule.blocking or rule.name in CAUSED_ELSEWHERE or NOT_THERE in verdict.values:
+    shown = [problem.removesuffix(command) if repairs else problem for problem in problems[:_SHOWN_PROBLEMS]]
+    said = "; ".join([*shown, *([f"and {rest} more in all_problems"] if rest > 0 else [])])
+    if not repairs:
         return said
-    return (
-        f"{said}\n\nTo repair it, materialize `{key.to_user_string()}` again: after a failed check it is built from "
-        f"scratch, once. To build it from scratch at any time, put `resources: {{{deployment.resource}: {{config: "
-        "{force: true}}}` into the run's config."
-    )
+    scratch = f": that builds it from scratch, once. At any time, with the run config `{deployment.forced(path)}`"
+    return f"{said}\n\nMaterialize `{key.to_user_string()}`{'' if is_missing else scratch}"

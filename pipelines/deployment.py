@@ -12,8 +12,8 @@ import dagster as dg
 
 from niels_gpt.recipes.records import TOKENIZER_KEY, cache_root
 from niels_gpt.settings import Settings
-from niels_gpt.storage.remedies import build_command
-from pipelines.resources import NAMES, Run, as_run
+from niels_gpt.storage.remedies import build_command, did_you_mean
+from pipelines.resources import Run, RunSettings, WaitConfig
 
 _PREFIX_PART = re.compile(r"[A-Za-z0-9_.-]+")
 Context = dg.AssetExecutionContext | dg.AssetCheckExecutionContext
@@ -53,6 +53,8 @@ class Deployment:
     """Stands before the name of every group, such as llm/."""
     automation: frozenset[str] = frozenset()
     """Schedules and sensors that are on from the start: see pipelines/automation.py."""
+    static_partitions: bool = False
+    """Whether caches in partitions have Dagster's own partitions: see pipelines/partitions.py."""
     repository: str | None = None
     """Where the files of this version lie, such as https://HOST/ORG/REPOSITORY/blob/TAG, for links to the code."""
     keys: Mapping[str, dg.AssetKey] = field(default_factory=dict)
@@ -89,49 +91,45 @@ class Deployment:
         """The name of the resource that holds the settings in a run's config."""
         return self.name("settings")
 
-    def run(self, context: Context) -> Run:
-        """Return what a run asks for. Its config may hold no key that is ignored.
+    def forced(self, path: str) -> str:
+        """Return the run config, in YAML, that builds an asset from scratch."""
+        return f"ops: {{{self.key(path).to_python_identifier()}: {{config: {{force: true}}}}}}"
 
-        Dagster refuses an unknown field of the settings, but silently ignores an unknown op or resource.
-        Raises: dagster.Failure naming the keys that exist, or where the run's caches would lie in another folder than
-            the deployment's; it is not retried.
+    def run(self, context: Context, config: WaitConfig | None = None) -> Run:
+        """Return what a run asks for. Its config may hold no key that is ignored. config: of the step.
+
+        Dagster refuses an unknown field, but silently ignores an unknown op or resource.
+        Raises: dagster.Failure naming the nearest keys, or where the run's caches would lie in another folder than the
+            deployment's; as `RunSettings.of_run`. It is not retried.
         """
         self._refuse_ignored_keys(context)
-        run = as_run(self.settings, getattr(context.resources, self.resource), self.resource)
+        given: RunSettings = getattr(context.resources, self.resource)
+        run = Run(given.of_run, **(config.model_dump() if config else {}))
         asked, ours = cache_root(run.settings), cache_root(self.settings)
         if asked != ours:
             raise dg.Failure(
-                f"resources.{self.resource}.config.source_root: with {run.settings.source_root} the caches lie in "
-                f"{asked}, and this deployment's lie in {ours}: it has no assets of another folder. Set it for "
-                f"the deployment (NIELS_GPT_SOURCE_ROOT), or build there: {build_command(run.settings, TOKENIZER_KEY)}",
+                f"{given.place}.source_root: with {run.settings.source_root} the caches lie in {asked}, and this "
+                f"deployment's lie in {ours}: it has no assets of another folder. Set it for the deployment "
+                f"(NIELS_GPT_SOURCE_ROOT), or build there: {build_command(run.settings, TOKENIZER_KEY)}",
                 allow_retries=False,
             )
         return run
 
     def _refuse_ignored_keys(self, context: Context) -> None:
         try:
-            config, job = context.run.run_config, context.job_def
+            config, job = dict[str, Any](context.run.run_config), context.job_def
         except dg.DagsterError:  # an asset called as a function has no run
             return
-        readers = {"ops": {node.name for node in job.nodes if _reads_config(node.definition)}}
-        readers["resources"] = set(job.resource_defs)
-        for part, known in readers.items():
-            given: Any = config.get(part) or {}
-            for name in sorted(set(given) - known):
+        resources, ops = {*job.resource_defs}, {node.name: node.definition.config_field for node in job.nodes}
+        with_config = {name for name, field in ops.items() if field and getattr(field.config_type, "fields", True)}
+        for part, known, likely in (("ops", {*ops}, with_config), ("resources", resources, resources)):
+            for name in sorted(set(config.get(part) or ()) - known):
+                near = did_you_mean(name, likely, f"{part}.{{}}".format)
                 raise dg.Failure(
-                    f"run config: {part}.{name} is read by nobody in this run, expected "
-                    f"{' or '.join(f'{part}.{key}' for key in sorted(known)) or f'nothing in {part}'}. The settings of "
-                    f"niels_gpt are all in resources.{self.resource}.config: {', '.join(NAMES)}",
+                    f"run config: {part}.{name} is read by nobody in this run.{near}\n`dg list defs` lists the assets; "
+                    f"an op has __ for /. The settings are in resources.{self.resource}.config",
                     allow_retries=False,
                 )
-
-
-def _reads_config(node: object) -> bool:
-    # An op without a config class takes anything and reads nothing: all of ours. Another deployment's may read some.
-    if isinstance(node, dg.GraphDefinition) and node.config_mapping is None:
-        return any(_reads_config(inner.definition) for inner in node.nodes)
-    field = node.config_field if isinstance(node, dg.OpDefinition) else None
-    return field is None or field.config_type.given_name != "Any"
 
 
 class HomeAssets(NamedTuple):

@@ -1,84 +1,93 @@
-"""The settings of a run: a Dagster resource with the fields of niels_gpt.settings, and environment variables."""
+"""niels_gpt.settings as the resource of a run, what one run changes about a step, and environment variables."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from types import UnionType
-from typing import Any, get_args, get_type_hints
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import dagster as dg
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, create_model
 
 from niels_gpt.settings import RENAMED, Settings
+from niels_gpt.storage.remedies import PROGRAM, did_you_mean
 
 ENVIRONMENT_PREFIX = "NIELS_GPT_"
 # Where the tests find real text, real tokenizers and other tools.
 _NOT_SETTINGS = {"NIELS_GPT_TEST_DATA", "NIELS_GPT_TEST_MODELS", "NIELS_GPT_PEERS"}
-_OF_DEPLOYMENT = "cache_dir"
-"""Not a field of a run: one asset cannot be in two folders."""
 _HELP = {field.name: field.metadata["help"] for field in fields(Settings)}
 _TYPES: dict[str, Any] = get_type_hints(Settings)
-NAMES = ("force", "wait", *(name for name in _HELP if name != _OF_DEPLOYMENT))
-"""The fields of a run's config."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """The settings of one run."""
+class WaitConfig(dg.Config):
+    """What one run changes about a step: `ops.OP.config`."""
+
+    wait: bool = Field(True, description="wait for another process that builds the same cache; off: fail")
+
+
+class BuildConfig(WaitConfig):
+    """What one run changes about the build of a cache: `ops.OP.config`."""
+
+    force: bool = Field(False, description="build from scratch, even if the cache is up to date")
+
+
+_EARLIER = {old: f"this setting is now {new}" for old, new in RENAMED.items()} | {
+    name: f"this is now ops.OP.config.{name} of each step; OP is an asset's key with __ for /, as sft__oasst1"
+    for name in BuildConfig.model_fields
+}
+"""Fields of earlier versions: Dagster would refuse them without naming the new place."""
+
+
+class Run(NamedTuple):
+    """The settings of one run, and the config of one of its steps."""
 
     settings: Settings
     force: bool = False
-    """Build from scratch, even if the cache is up to date."""
     wait: bool = True
-    """Wait for another process that builds the same cache; otherwise the step fails."""
 
 
-def settings_resource(settings: Settings) -> dg.ResourceDefinition:
-    """Return the resource for a run's config. Fields that a run does not name have the values in `settings`.
+class RunSettings(dg.ConfigurableResource[Any]):
+    """The settings of all caches in one run. A field that the run does not name is None: see `of_run`."""
 
-    No setting has a default in the form: the Launchpad opens with `force` and `wait` only.
-    """
-    form: dict[str, Any] = {
-        "force": dg.Field(bool, default_value=False, description="build from scratch, even if the cache is up to date"),
-        "wait": dg.Field(
-            bool, default_value=True, description="wait for another process that builds the same cache; off: fail"
-        ),
-    }
-    for name in NAMES[len(form) :]:
-        text = f"{_HELP[name]}. This deployment: {getattr(settings, name)!r}"
-        form[name] = dg.Field(_config_type(_TYPES[name]), is_required=False, description=text)
-    for old, new in RENAMED.items():  # Dagster refuses an unknown field before any of our code runs
-        form[old] = dg.Field(dg.Noneable(dg.Any), is_required=False, description=f"earlier name of {new}")
+    deployment: ClassVar[Settings]
+    place: ClassVar[str]
 
-    @dg.resource(config_schema=form, description="Settings of all caches, and `force` and `wait` for this run.")
-    def given(context: dg.InitResourceContext) -> dict[str, Any]:
-        return dict(context.resource_config)
+    @property
+    def of_run(self) -> Settings:
+        """What the run's config names, null too, over the settings of the deployment.
 
-    made: dg.ResourceDefinition = given
-    return made
+        Raises: dagster.Failure for an earlier name, or a value of another type or out of bounds; it is not retried.
+        """
+        named = self.get_resource_context().resource_config  # of the fields, Dagster drops an explicit null
+        try:
+            for name in named.keys() & _EARLIER.keys():
+                raise ValueError(f"{name}: {_EARLIER[name]}")
+            return replace(self.deployment, **_parsed(named))
+        except ValueError as error:
+            raise dg.Failure(f"{self.place}.{error}", allow_retries=False) from error
 
 
-def _config_type(kind: Any) -> Any:
-    """Return Dagster's type for a setting's type: `str | None` is Noneable(str)."""
-    if isinstance(kind, UnionType):
-        (inner,) = set(get_args(kind)) - {type(None)}
-        return dg.Noneable(inner)
-    return kind
+def settings_resource(settings: Settings, name: str = "settings") -> Any:
+    """Return the resource `name` for a run's config. Fields that a run does not name have the values in `settings`."""
+    texts = {each: f"{text}. This deployment: {getattr(settings, each)!r}" for each, text in _HELP.items()} | _EARLIER
+    del texts["cache_dir"]  # one asset cannot be in two folders
+    # Required and nullable: Dagster takes such a field as optional without a default, which would fill the Launchpad.
+    form: Any = {each: (_TYPES.get(each, Any) | None, Field(description=text)) for each, text in texts.items()}
+    made = create_model("RunSettings", __base__=RunSettings, __doc__=RunSettings.__doc__, **form)
+    made.deployment, made.place = settings, f"resources.{name}.config"
+    return made.configure_at_launch()
 
 
-def as_run(settings: Settings, given: Mapping[str, Any], resource: str) -> Run:
-    """Return the settings of a run. settings: the deployment's. resource: its name in the run's config.
-
-    Raises: dagster.Failure for a setting's earlier name, or a value out of bounds.
-    """
-    for old, new in RENAMED.items():
-        if old in given:
-            raise dg.Failure(f"resources.{resource}.config.{old}: this setting is now {new}", allow_retries=False)
-    chosen = {name: value for name, value in given.items() if name in _HELP}
-    try:
-        return Run(replace(settings, **chosen), force=given.get("force", False), wait=given.get("wait", True))
-    except ValueError as error:
-        raise dg.Failure(f"resources.{resource}.config: {error}", allow_retries=False) from error
+def _parsed(given: Mapping[str, Any], called: Callable[[str], str] = str) -> dict[str, Any]:
+    """Return the values of settings: text becomes numbers. Raises: ValueError naming each that has another type."""
+    chosen, problems = dict[str, Any](), list[str]()
+    for name, value in given.items():
+        try:
+            chosen[name] = TypeAdapter(_TYPES[name]).validate_python(value)
+        except ValidationError as error:
+            problems.append(f"{called(name)}: {error.errors()[0]['msg']}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return chosen
 
 
 def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -94,18 +103,14 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Settin
     }
     for name in sorted(given.keys() - _HELP.keys()):
         if name in RENAMED:
-            old, new = (ENVIRONMENT_PREFIX + each.upper() for each in (name, RENAMED[name]))
-            raise ValueError(f"{old}: this setting is now {new}")
+            raise ValueError(f"{_variable(name)}: this setting is now {_variable(RENAMED[name])}")
+        meant = did_you_mean(name, _HELP, _variable)
         raise ValueError(
-            f"{ENVIRONMENT_PREFIX}{name.upper()}: there is no setting of this name. There are "
-            + ", ".join(ENVIRONMENT_PREFIX + field.upper() for field in _HELP)
+            f"{_variable(name)}: there is no setting of this name.{meant}\n`{PROGRAM} build --help` lists the others: "
+            f"the flag --seed is {_variable('seed')}"
         )
-    chosen, problems = dict[str, Any](), list[str]()
-    for name, text in given.items():
-        try:
-            chosen[name] = TypeAdapter(_TYPES[name]).validate_python(text)  # text into numbers
-        except ValidationError as error:
-            problems.append(f"{ENVIRONMENT_PREFIX}{name}".upper() + f": {error.errors()[0]['msg']}")
-    if problems:
-        raise ValueError("; ".join(problems))
-    return Settings(**{"source_root": "sample", **chosen})
+    return Settings(**{"source_root": "sample", **_parsed(given, _variable)})
+
+
+def _variable(name: str) -> str:
+    return f"{ENVIRONMENT_PREFIX}{name}".upper()

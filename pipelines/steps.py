@@ -28,8 +28,8 @@ from niels_gpt.work import Progress
 from pipelines.checks import CAUSED_ELSEWHERE, NOT_THERE, rules_of
 from pipelines.deployment import Deployment
 from pipelines.metadata import held_in_words, materialize_result
-from pipelines.resources import Run
-from pipelines.versions import DATA_VERSION, newer_observation, report_found, upstream_of, version_tags
+from pipelines.resources import BuildConfig, Run
+from pipelines.versions import DATA_VERSION, inputs_of, newer_observation, report_found, upstream_of, version_tags
 
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
 """Pretrain builds run one at a time, because each encodes on all cores. Within a run the tag enforces it, on one cache
@@ -59,7 +59,7 @@ def cache_asset(deployment: Deployment, path: str, group: str, description: str)
 
     @dg.asset(
         key=deployment.key(path),
-        deps=[deployment.key(upstream) for upstream in upstream_of(deployment.settings, path)],
+        deps=[deployment.key(upstream) for upstream in inputs_of(deployment, path)],
         description=description,
         group_name=deployment.group(group),
         retry_policy=NETWORK_RETRIES,
@@ -68,8 +68,8 @@ def cache_asset(deployment: Deployment, path: str, group: str, description: str)
         pool=BUILD_POOL if is_alone else None,
         op_tags={**deployment.op_tags, **({BUILD_TAG: "true"} if is_alone else {})},
     )
-    def cache(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
-        run = deployment.run(context)
+    def cache(context: dg.AssetExecutionContext, config: BuildConfig) -> Iterator[dg.MaterializeResult[None]]:
+        run = deployment.run(context, config)
 
         def build() -> Outcome:
             # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
@@ -156,7 +156,7 @@ def why_from_scratch(context: dg.AssetExecutionContext, deployment: Deployment, 
     is_unfinished = "fingerprint" not in recorded_recipe(cache_root(run.settings) / path)
     if run.force:
         is_again = is_unfinished and path != TOKENIZER_KEY and operation.run.parent_run_id is not None
-        return None if is_again else f"resources.{deployment.resource}.config.force is set"
+        return None if is_again else "force is set in its config"
     return None if is_unfinished and path != TOKENIZER_KEY else _failed_check(context, deployment, run.settings, path)
 
 
@@ -191,7 +191,7 @@ def _failed_check(
             return f"its check {name} has failed since it was built"
         context.log.warning(
             f"{path}: its check {name} has failed for the same content before and after a build from scratch, so "
-            f"another one does not help; resources.{deployment.resource}.config.force repeats it"
+            f"another one does not help; the run config `{deployment.forced(path)}` repeats it"
         )
     return None
 
@@ -227,16 +227,15 @@ def leave_out(context: dg.AssetExecutionContext, deployment: Deployment, error: 
 
 
 def report(
-    context: dg.AssetExecutionContext,
-    deployment: Deployment,
-    settings: Settings,
-    outcome: Outcome,
+    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, outcome: Outcome
 ) -> dg.MaterializeResult[None]:
     """Log what a run of a recipe has done and observed, and return what Dagster records of it. settings: of the run."""
     result = materialize_result(outcome)
     state = "reused" if outcome.reused else "built"
     context.log.info(f"{outcome.key}: {state} in {outcome.seconds:.1f} s: {held_in_words(outcome.meta)}")
-    return result._replace(tags=version_tags(context, deployment, settings, outcome))
+    source = recorded_recipe(outcome.path).get("source") or {}
+    tags = version_tags(context, deployment, settings, outcome.key, source, asked_hub=not outcome.reused)
+    return result._replace(tags=tags)
 
 
 @contextmanager

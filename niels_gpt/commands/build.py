@@ -55,6 +55,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import code_of
 from niels_gpt.storage.errors import UsageError
 from niels_gpt.storage.meta_json import shortened
+from niels_gpt.storage.remedies import did_you_mean
 from niels_gpt.work import Progress
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
@@ -234,9 +235,9 @@ def chosen_keys(settings: Settings, sources: Sequence[str] | None) -> list[str]:
     unknown = [name for name in names if name not in keys and name not in known]
     if unknown or not names:
         problem = f"no source is called {unknown[0]!r}" if unknown else "no source is named"
-        raise UnknownSourceError(
-            f"{problem}, expected some of {', '.join(_names(known))}, or --pretrain, --sft or --rollouts"
-        )
+        near = did_you_mean(unknown[0], _names(known)) if unknown else ""
+        expected = f"expected some of {', '.join(_names(known))}, or --pretrain, --sft or --rollouts"
+        raise UnknownSourceError(f"{problem}.{near} E{expected[1:]}" if near else f"{problem}, {expected}")
     every = list(known) if sources is None else [keys.get(name, name) for name in names]
     return [*dict.fromkeys(key for key in every if key not in HOME_OF), *(key for key in HOME_OF if key in every)]
 

@@ -23,6 +23,7 @@ from niels_gpt.recipes.user_sources import UNSTATED, UserSource, user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, SourceError
 from niels_gpt.storage.fileio import canonical_json
+from niels_gpt.storage.remedies import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -207,10 +208,8 @@ def resolve_source(settings: Settings, name: str) -> ResolvedSource:
     if user is not None:
         return resolve_user_source(user, user.find(settings))
     if name not in SOURCES:
-        known = ", ".join(SOURCES)
-        raise SourceError(
-            f"no source is called {name!r}, expected one of {known} or a user-defined source", code="E103"
-        )
+        near = did_you_mean(name, known := [*SOURCES, *user_sources(settings)])
+        raise SourceError(f"no source is called {name!r}.{near} Sources: {', '.join(known)}", code="E103")
     spec = SOURCES[name]
     dataset = getattr(settings, spec.dataset) if spec.dataset else name
     config = getattr(settings, spec.config) if spec.config else None

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -175,18 +175,27 @@ def instead_of(path: str | os.PathLike[str]) -> str:
 
 def _names_near(path: Path) -> str:
     """Return the names of caches in the nearest existing folder above a path, the likely ones first; "" if none."""
-    from difflib import get_close_matches
-
     above = next((folder for folder in path.parents if folder.is_dir()), path.parent)
     wanted = path.relative_to(above).parts[0]
     try:
         names = sorted(entry.name for entry in os.scandir(above) if entry.name in _PLACES or _is_cache(entry))
     except OSError:
         return ""
-    close = get_close_matches(wanted, names, n=3)
-    shown = list(dict.fromkeys([*close, *names]))[:_MOST_NAMES]
+    shown = list(dict.fromkeys([*_close(wanted, names), *names]))[:_MOST_NAMES]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return f"In {above} there is {', '.join(shown)}{more}" if shown else ""
+
+
+def did_you_mean(wanted: str, names: Iterable[str], shown: Callable[[str], str] = str) -> str:
+    """Return " Did you mean A or B?" of the names like `wanted`, the likeliest first; "" if none is. shown: as text."""
+    close = _close(wanted, names)
+    return f" Did you mean {' or '.join(map(shown, close))}?" if close else ""
+
+
+def _close(wanted: str, names: Iterable[str]) -> list[str]:
+    from difflib import get_close_matches
+
+    return get_close_matches(wanted, list(names), n=3)
 
 
 def _is_cache(entry: os.DirEntry[str]) -> bool:

@@ -9,6 +9,7 @@ import logging
 from pathlib import Path
 
 import dagster as dg
+import yaml
 from dagster._core.definitions.asset_health.asset_check_health import AssetCheckHealthState
 from dagster._core.loader import LoadingContextForTest
 from support.dagster_runs import check_alone, metadata, run, verdicts
@@ -84,8 +85,10 @@ def test_a_cache_that_cannot_be_decoded_is_left_to_its_checks(instance: dg.Dagst
     assert not result.success
     assert verdicts(result)["ids_below_vocab_size"] == (False, "ERROR")
     (found,) = [each for each in result.get_asset_check_evaluations() if each.check_name == "ids_below_vocab_size"]
-    assert f"{tokens}: token 0 is id 65535" in str(found.description)
-    assert "settings: {config: {force: true}}" in str(found.description)
+    wrong, remedy = str(found.description).split("\n\n")
+    assert wrong.startswith(f"{tokens}: token 0 is id 65535") and "niels-gpt" not in wrong and "\n" not in remedy
+    assert remedy.startswith("Materialize `sft/oasst1`: ")
+    assert yaml.safe_load(remedy.split("`")[3]) == {"ops": {"sft__oasst1": {"config": {"force": True}}}}
     assert found.metadata["greatest_id"].value == 65_535
     assert health(instance, "sft/oasst1") == "DEGRADED"
     assert "cannot be read" in metadata(result)["sft/oasst1"]["picture"]

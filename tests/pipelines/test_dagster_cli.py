@@ -15,6 +15,7 @@ from dagster._cli import cli
 from support import ROOT
 from support.dagster_runs import environment, shell
 from support.data_files import write
+from support.documents import blocks_of
 from support.pipeline_seams import building, turn_taken
 
 from niels_gpt.cache import PretrainTokenStreamDataset
@@ -79,6 +80,12 @@ def test_the_command_of_the_readme_builds_exactly_the_sft_caches(home, monkeypat
     assert built == {f"cache/sample/sft/{name}" for name in NAMES}
     assert read_meta("cache/sample/sft/support/meta.json")["source"]["attribution"] == "The support team"
     assert not list(home.glob(".tmp_dagster_home_*"))  # history is in .dagster/, nothing is left beside it
+    if in_process:  # the command of the page, over what is up to date
+        (block,) = [each for each in blocks_of((ROOT / "docs/dagster.md").read_text()) if '"force"' in each.body]
+        done = shell(home, block.body.strip().removeprefix("$ "))
+        assert done.returncode == 0, done.stderr
+        again = events(home, monkeypatch)
+        assert all(again[f"sft/{name}"][0] == "built" for name in ("dolly15k", "oasst1"))
 
 
 @pytest.mark.slow

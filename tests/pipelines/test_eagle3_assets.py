@@ -275,7 +275,7 @@ def test_a_flipped_bit_fails_the_checks_and_one_more_run_builds_from_scratch(
     again = run(instance, settings, KEY)
     assert built(again) >= {KEY} and all(verdicts(again).values())
     assert metadata(again)[KEY]["content_sha256"] == good["content_sha256"]
-    assert built(run(instance, settings, KEY, config={"force": True})) == {KEY}
+    assert built(run(instance, settings, KEY, build={"force": True})) == {KEY}
 
 
 def test_it_waits_for_another_builder_and_fails_where_a_run_does_not_wait(
@@ -283,7 +283,7 @@ def test_it_waits_for_another_builder_and_fails_where_a_run_does_not_wait(
 ) -> None:
     for key in (VOCAB, KEY):
         with builder_of(settings, key):
-            refused = run(instance, settings, key, config={"wait": False}, raise_on_error=False)
+            refused = run(instance, settings, key, build={"wait": False}, raise_on_error=False)
             (event,) = [event for event in refused.all_events if event.is_step_failure]
             assert "is being built by user " in event.step_failure_data.user_failure_data.description
             assert built(run(instance, settings, key)) == {key}

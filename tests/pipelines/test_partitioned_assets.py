@@ -16,6 +16,7 @@ from support.dagster_runs import metadata, mirrors, run, shell, stale, verdicts
 from support.data_files import lines, write
 from support.made_tokenizers import made_tokenizer
 from support.partition_runs import job_of_notes, logged
+from support.pipeline_seams import building
 from support.small_builds import quick_folder
 
 from niels_gpt.cache.meta import read_meta
@@ -180,13 +181,21 @@ def test_a_run_may_ask_for_another_number_of_partitions(
         assert steps(result) == {"plan_partitions", *partitions(*range(asked if asked > 1 else 0)), "seal_cache"}
 
 
-def test_a_config_of_a_step_that_nobody_reads_fails_the_run(instance: dg.DagsterInstance, three: Settings) -> None:
-    ignored = {"ops": {STEP: {"ops": {"build_partition": {"config": {"seed": 1}}}}}}
-    result = run(instance, three, "pretrain/wikitext", run_config=ignored, raise_on_error=False)
-    assert steps(result, "STEP_FAILURE") == {"plan_partitions"}
+def test_the_config_of_a_graph_is_that_of_an_asset_and_reaches_each_of_its_steps(
+    instance: dg.DagsterInstance, three: Settings
+) -> None:
+    for refused in ({"ops": {"build_partition": {"config": {"wait": False}}}}, {"config": {"seed": 1}}):
+        with pytest.raises(dg.DagsterInvalidConfigError):
+            run(instance, three, "pretrain/wikitext", run_config={"ops": {STEP: refused}})
     assert not Path(three.cache_dir).exists()
-    with pytest.raises(dg.DagsterInvalidConfigError):
-        run(instance, three, "pretrain/wikitext", run_config={"ops": {STEP: {"config": {"seed": 1}}}})
+    run(instance, three, "pretrain/wikitext")
+    again = run(instance, three, "pretrain/wikitext", build={"force": True})
+    assert steps(again) == {"plan_partitions", *partitions(0, 1, 2), "seal_cache"}
+    assert metadata(again)["pretrain/wikitext"]["run/state"] == "built"
+    with building(Path(three.cache_dir, "pretrain/wikitext"), wait=True):
+        refused = run(instance, three, "pretrain/wikitext", build={"wait": False}, raise_on_error=False)
+    (failure,) = (event.step_failure_data for event in refused.all_events if event.is_step_failure)
+    assert "[E503]" in failure.user_failure_data.description, "at once: no step is tried again"
 
 
 @pytest.fixture

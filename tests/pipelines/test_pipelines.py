@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -17,8 +17,9 @@ from support.pipeline_seams import CACHES
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.display.numbers import size_text
-from niels_gpt.settings import RENAMED, Settings
+from niels_gpt.settings import Settings
 from pipelines.definitions import defs, niels_definitions
+from pipelines.resources import RunSettings
 
 
 def test_the_assets_are_the_tokenizer_the_caches_and_what_is_observed():
@@ -137,32 +138,67 @@ def failure_of(result: dg.ExecuteInProcessResult, step: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("run_config", "key"),
+    ("run_config", "key", "meant"),
     [
-        ({"ops": {"sft__dolly15k": {"config": {"sft_val_frac": 0.2}}}}, "ops.sft__dolly15k"),
-        ({"ops": {"sft__doly15k": {}}}, "ops.sft__doly15k"),
-        ({"resources": {"setings": {"config": {"sft_val_frac": 0.2}}}}, "resources.setings"),
+        ({"ops": {"sft__dolly15k": {"config": {"force": True}}}}, "ops.sft__dolly15k", set()),
+        ({"ops": {"sft__doly15k": {}}}, "ops.sft__doly15k", {"sft/dolly15k"}),
+        ({"resources": {"setings": {"config": {"seed": 2}}}}, "resources.setings", {"sft/dolly15k", "raw/dolly15k"}),
     ],
 )
-@pytest.mark.parametrize("asset", ["sft/dolly15k", "raw/dolly15k", "sft/"])
-def test_a_run_config_key_that_nobody_reads_fails_the_run_with_the_keys_that_exist(
-    instance: dg.DagsterInstance, settings: Settings, run_config: dict[str, Any], key: str, asset: str
+@pytest.mark.parametrize("asset", ["sft/dolly15k", "raw/dolly15k"])
+def test_a_run_config_key_that_nobody_reads_fails_the_run_and_the_nearest_key_comes_first(
+    instance: dg.DagsterInstance,
+    settings: Settings,
+    run_config: dict[str, Any],
+    key: str,
+    meant: set[str],
+    asset: str,
 ) -> None:
+    if key == f"ops.{asset.replace('/', '__')}":
+        assert run(instance, settings, asset, run_config=run_config).success
+        return
     result = run(instance, settings, asset, run_config=run_config, raise_on_error=False)
     assert not result.success
-    message = failure_of(result, asset.replace("/", "__"))
-    assert message.startswith(f"run config: {key} is read by nobody in this run, expected ")
-    assert all(field.name in message for field in fields(Settings) if field.name != "cache_dir") and "force" in message
+    first, *others = failure_of(result, asset.replace("/", "__")).splitlines()
+    right = {"ops": "ops.sft__dolly15k", "resources": "resources.settings"}[key.partition(".")[0]]
+    near = f" Did you mean {right}?" if asset in meant else ""
+    assert first == f"run config: {key} is read by nobody in this run.{near}"
+    assert len(others) <= 2 and "resources.settings.config" in others[-1]
     assert not Path(settings.cache_dir).exists()
 
 
-@pytest.mark.parametrize("given", [{"append_eot": False}, {"tokenizer_model": "m/spm.model"}])
-def test_a_run_config_of_an_earlier_setting_fails_and_names_the_one_of_now(
-    instance: dg.DagsterInstance, settings: Settings, given: dict[str, Any]
+@pytest.mark.parametrize(
+    ("given", "now"),
+    [
+        ({"append_eot": False}, "document_end"),
+        ({"tokenizer_model": "m/spm.model"}, "tokenizer"),
+        ({"force": True}, "ops.OP.config.force"),
+        ({"wait": None}, "ops.OP.config.wait"),
+    ],
+)
+def test_a_run_config_of_an_earlier_field_fails_and_names_the_one_of_now(
+    instance: dg.DagsterInstance, settings: Settings, given: dict[str, Any], now: str
 ) -> None:
     result = run(instance, settings, "sft/dolly15k", config=given, raise_on_error=False)
     (old,) = given
-    assert f"config.{old}: this setting is now {RENAMED[old]}" in failure_of(result, "sft__dolly15k")
+    message = failure_of(result, "sft__dolly15k")
+    assert re.match(rf"resources\.settings\.config\.{old}: this(?: setting)? is now {re.escape(now)}\b", message)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"threads": -1}, "threads "),  # the setting's own bound
+        ({"sft_val_frac": 1.5}, "sft_val_frac "),
+        ({"seed": None}, "seed: "),
+    ],
+)
+def test_a_value_out_of_bounds_fails_the_run_and_names_its_field(
+    instance: dg.DagsterInstance, settings: Settings, given: dict[str, Any], field: str
+) -> None:
+    result = run(instance, settings, "sft/dolly15k", config=given, raise_on_error=False)
+    assert failure_of(result, "sft__dolly15k").startswith(f"resources.settings.config.{field}")
+    assert not Path(settings.cache_dir).exists()
 
 
 def test_a_run_that_names_one_setting_keeps_the_deployments_others(
@@ -171,8 +207,29 @@ def test_a_run_that_names_one_setting_keeps_the_deployments_others(
     run(instance, settings, "sft/dolly15k", config={"seed": 7})
     meta = read_meta(str(Path(settings.cache_dir, "sft", "dolly15k", "meta.json")))
     assert (meta["seed"], meta["source"]["kind"]) == (7, "mirror")
-    with pytest.raises(dg.DagsterInvalidConfigError, match="sft_val_fraq"):
-        run(instance, settings, "sft/dolly15k", config={"sft_val_fraq": 0.2})
+    for given in ({"config": {"sft_val_fraq": 0.2}}, {"build": {"forse": True}}):
+        with pytest.raises(dg.DagsterInvalidConfigError, match=r"sft_val_fraq|forse"):
+            run(instance, settings, "sft/dolly15k", **given)
+
+
+def test_a_run_may_take_a_value_away_and_read_one_from_its_environment(
+    instance: dg.DagsterInstance, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    @dg.asset
+    def mine(settings: RunSettings) -> None:
+        seen.append(settings.of_run)
+
+    monkeypatch.setenv("SEED_OF_THE_TEAM", "7")
+    deployed = replace(settings, exclude=str(tmp_path / "excluded"), threads=2)
+    merged = dg.Definitions.merge(dg.Definitions(assets=[mine]), niels_definitions(settings=deployed))
+    job = merged.resolve_implicit_global_asset_job_def().get_subset(asset_selection={dg.AssetKey("mine")})
+    given = {"exclude": None, "tokenizer": None, "seed": {"env": "SEED_OF_THE_TEAM"}}
+    for config in (given, {}):
+        run_config = {"resources": {"settings": {"config": config}}}
+        assert job.execute_in_process(instance=instance, run_config=run_config).success
+    assert seen == [replace(deployed, exclude=None, tokenizer=None, seed=7), deployed]
 
 
 def test_bad_input_fails_at_once_with_the_cores_own_words(instance: dg.DagsterInstance, tmp_path: Path) -> None:

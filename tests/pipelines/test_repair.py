@@ -61,7 +61,7 @@ def test_force_builds_from_scratch_and_a_retry_goes_on_with_that(
 ) -> None:
     first = metadata(run(instance, settings, KEY))[KEY]["content_sha256"]
     damage(settings)
-    result = run(instance, settings, KEY, config={"force": True})
+    result = run(instance, settings, KEY, build={"force": True})
     assert built(result) == {KEY} and verdicts(result)[CHECK][0]
     assert metadata(result)[KEY]["content_sha256"] == first
     assert any("force is set" in line for line in said(instance, result))
@@ -74,7 +74,7 @@ def test_force_builds_from_scratch_and_a_retry_goes_on_with_that(
         return build(*given, **named)
 
     with recipe_is(failing_once), noted_restarts(lambda: calls.append("restart")):
-        assert built(run(instance, settings, KEY, config={"force": True})) == {KEY}
+        assert built(run(instance, settings, KEY, build={"force": True})) == {KEY}
     assert calls == ["restart", "build", "build"]
 
 
@@ -87,7 +87,7 @@ def test_a_check_that_a_build_from_scratch_does_not_repair_starts_no_other(
         assert [built(result) for result in results] == [{KEY}, {KEY}, set(), set()]
         for result in results[2:]:
             assert any("another one does not help" in line and "force" in line for line in said(instance, result))
-        assert built(run(instance, settings, KEY, config={"force": True}, raise_on_error=False)) == {KEY}
+        assert built(run(instance, settings, KEY, build={"force": True}, raise_on_error=False)) == {KEY}
     damage(settings)  # another check: that a build can repair
     assert built(run(instance, settings, KEY, raise_on_error=False)) == set()
     assert built(run(instance, settings, KEY)) == {KEY}
@@ -122,7 +122,7 @@ def test_force_builds_a_pretrain_cache_from_scratch_whole_or_in_partitions(
     key, settings = "pretrain/wikitext", replace(settings, partitions=partitions)
     first = metadata(run(instance, settings, key))[key]["content_sha256"]
     assert metadata(run(instance, settings, key))[key]["run/state"] != "built"
-    again = metadata(run(instance, settings, key, config={"force": True}))[key]
+    again = metadata(run(instance, settings, key, build={"force": True}))[key]
     assert (again["run/state"], again["content_sha256"]) == ("built", first)
 
 
@@ -130,13 +130,13 @@ def test_a_damaged_tokenizer_is_copied_again(instance: dg.DagsterInstance, setti
     run(instance, settings, "tokenizer")
     model = next(Path(settings.cache_dir, "tokenizer").glob("*.model"))
     good = model.read_bytes()
-    for config in ({"force": True}, None):
-        model.write_bytes(b"x" * (len(good) - (config is None)))
-        if config is None:
+    for build in ({"force": True}, None):
+        model.write_bytes(b"x" * (len(good) - (build is None)))
+        if build is None:
             assert not check_alone(instance, settings, "tokenizer", "files_match_meta").success
         else:
             assert ensure_tokenizer(settings).reused, "a build alone does not see it"
-        assert built(run(instance, settings, "tokenizer", config=config)) == {"tokenizer"}
+        assert built(run(instance, settings, "tokenizer", build=build)) == {"tokenizer"}
         assert model.read_bytes() == good
     assert built(run(instance, settings, "tokenizer")) == set()
 
@@ -149,7 +149,7 @@ def test_a_tokenizer_is_trained_again_to_the_same_bytes(
     keys = ("tokenizer", KEY)
     run(instance, settings, *keys)
     before = read_meta(str(tmp_path / "cache" / "tokenizer" / "meta.json"))
-    result = run(instance, settings, "tokenizer", config={"force": True})
+    result = run(instance, settings, "tokenizer", build={"force": True})
     assert built(result) == {"tokenizer"}
     assert read_meta(str(tmp_path / "cache" / "tokenizer" / "meta.json")) == before
     assert built(run(instance, settings, *keys)) == set()
@@ -166,7 +166,7 @@ def test_a_run_waits_for_another_builder_and_says_for_whom(
     instance: dg.DagsterInstance, settings: Settings, key: str
 ) -> None:
     with builder_of(settings, key):
-        refused = run(instance, settings, key, config={"wait": False}, raise_on_error=False)
+        refused = run(instance, settings, key, build={"wait": False}, raise_on_error=False)
         assert "is being built by user " in failure_of(refused) and "pid " in failure_of(refused)
         result = run(instance, settings, key)
     assert built(result) == {key}
@@ -190,7 +190,7 @@ def test_a_pretrain_build_waits_for_its_turn_also_where_the_run_waits_for_no_oth
     try:
         with ThreadPoolExecutor(1) as pool:
             with turn_of(settings, "pretrain/wikitext"):
-                found = pool.submit(run, instance, settings, "pretrain/roam", config={"wait": False})
+                found = pool.submit(run, instance, settings, "pretrain/roam", build={"wait": False})
                 assert waits.wait(60), "it has failed"
             assert built(found.result()) == {"pretrain/roam"}
     finally:

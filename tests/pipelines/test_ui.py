@@ -103,7 +103,7 @@ def test_a_damaged_file_is_seen_and_repaired_by_force_in_the_launchpad(dagster, 
     until(lambda: passed.count() == 4, "the results of all checks: those that read the file fail")
     seen(page, "Failed")
     look(page, tmp_path / "failed.png")
-    assert "force" in page.inner_text("body")
+    remedy = page.locator("code", has_text="force: true").filter(visible=True).first.inner_text()
     page.goto(f"{dagster.address}{GROUP}/sft/list")
     page.get_by_text("Materialized").first.wait_for()
     look(page, tmp_path / "list_failed.png")
@@ -117,8 +117,11 @@ def test_a_damaged_file_is_seen_and_repaired_by_force_in_the_launchpad(dagster, 
         choose(page, "Materialize", "Open launchpad")
         editor = page.locator(".CodeMirror")
         confirmed(page, editor)
-        editor.get_by_text("false", exact=True).dblclick()  # force: false
-        page.keyboard.type("true")
+        opened = editor.inner_text().split()
+        assert "force:" in opened and "wait:" in opened and "null" not in opened and "seed:" not in opened
+        editor.click()
+        page.keyboard.press("Control+A")
+        page.keyboard.insert_text(remedy)  # as the failed check has printed it
         seen(page, "No errors")
         page.screenshot(path=tmp_path / "launchpad.png")
         page.get_by_role("button", name="Materialize").last.click()

@@ -56,7 +56,7 @@ def main():
         runs = []
         for _ in range(2):
             how = {"instance": instance, "reexecution_options": again, "raise_on_error": False}
-            config = {"resources": {"settings": {"config": {"force": True}}}}
+            config = {"ops": {"eagle3__targets": {"config": {"force": True}}}}
             with dg.execute_job(dg.reconstructable(job), run_config=config, **how) as result:
                 runs.append({**logged(result), "inodes": _shards()})
             again = dg.ReexecutionOptions.from_failure(result.run_id, instance)

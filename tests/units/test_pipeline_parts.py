@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import shutil
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import dagster as dg
 import pytest
+import yaml
 from support.pipeline_seams import CACHES
 
 from niels_gpt.cache.meta import read_meta
@@ -17,21 +18,19 @@ from niels_gpt.settings import RENAMED, Settings
 from pipelines import assets, steps
 from pipelines.definitions import defs
 from pipelines.deployment import Deployment
-from pipelines.resources import NAMES, Run, as_run, settings_from_environment, settings_resource
+from pipelines.resources import BuildConfig, Run, settings_from_environment, settings_resource
 from pipelines.versions import code_versions
 
 KEY = "sft/dolly15k"
 EVERYTHING = {"tokenizer", *CACHES}
 
 
-def test_the_form_has_the_settings_of_the_core_name_by_name(settings):
-    form = settings_resource(settings).config_schema.config_type.fields
-    assert list(form) == [*NAMES, *RENAMED]
-    assert {*NAMES} - {"force", "wait"} == {field.name for field in fields(Settings)} - {"cache_dir"}
-    assert [name for name, field in form.items() if field.default_provided] == ["force", "wait"]
-    assert as_run(settings, {}, "settings") == Run(settings)
-    asked = as_run(settings, {"seed": 7, "tokenizer": None, "force": True}, "settings")
-    assert asked == Run(replace(settings, seed=7, tokenizer=None), force=True)
+def test_the_form_has_the_settings_of_the_core_name_by_name_and_no_defaults(settings):
+    form = settings_resource(settings).get_resource_definition().config_schema.config_type.fields
+    names = [field.name for field in fields(Settings) if field.name != "cache_dir"]
+    assert list(form) == [*names, *RENAMED, *BuildConfig.model_fields]
+    assert not [name for name, field in form.items() if field.default_provided or field.is_required]
+    assert all(repr(getattr(settings, name)) in str(form[name].description) for name in names)
 
 
 def test_the_environment_fills_the_settings_and_the_sample_is_the_default():
@@ -43,7 +42,9 @@ def test_the_environment_fills_the_settings_and_the_sample_is_the_default():
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("NIELS_GPT_SEEED", "7", "NIELS_GPT_SEED, "),
+        ("NIELS_GPT_SEEED", "7", r"^NIELS_GPT_SEEED: .* Did you mean NIELS_GPT_SEED\?\n[^\n]*$"),
+        ("NIELS_GPT_ROAM", "7", r"mean NIELS_GPT_ROAM_DIR\?"),
+        ("NIELS_GPT_XYZ", "7", r"^NIELS_GPT_XYZ: [^?\n]*\n[^\n]*build --help[^\n]*$"),
         ("NIELS_GPT_TOKENIZER_MODEL", "m", "^NIELS_GPT_TOKENIZER_MODEL: this setting is now NIELS_GPT_TOKENIZER$"),
         ("NIELS_GPT_APPEND_EOT", "false", "^NIELS_GPT_APPEND_EOT: this setting is now NIELS_GPT_DOCUMENT_END$"),
         ("NIELS_GPT_SEED", "seven", "NIELS_GPT_SEED: Input should be a valid integer"),
@@ -80,7 +81,8 @@ def test_only_what_time_may_mend_is_tried_again(error, again):
 
 def test_an_asset_may_be_called_as_a_function(settings):
     made = {asset.key: asset for asset in assets.assets_of(Deployment(settings=settings))}
-    (result,) = made[dg.AssetKey(["sft", "dolly15k"])](dg.build_asset_context(resources={"settings": {}}))
+    context = dg.build_asset_context(resources={"settings": settings_resource(settings)})
+    (result,) = made[dg.AssetKey(["sft", "dolly15k"])](context, BuildConfig())
     meta = read_meta(str(Path(settings.cache_dir, "sft/dolly15k/meta.json")))
     assert result.data_version.value == meta["content_sha256"]
 
@@ -93,11 +95,20 @@ def test_pretrain_builds_share_a_pool_and_whatever_asks_the_hub_is_retried():
     assert made and all(definition.op.retry_policy == steps.NETWORK_RETRIES for definition in made)
 
 
+@pytest.mark.parametrize(
+    "given", [{}, {"prefix": ("my-team", "v1.2")}, {"keys": {KEY: dg.AssetKey(["chats", "dolly"])}}]
+)
+def test_the_run_config_that_a_remedy_prints_names_the_op_of_the_asset(given):
+    deployment = Deployment(settings=Settings(), **given)
+    op = steps.cache_asset(deployment, KEY, "sft", "chats").op
+    assert yaml.safe_load(deployment.forced(KEY)) == {"ops": {op.name: {"config": {"force": True}}}}
+
+
 @pytest.mark.parametrize(("parent", "is_again"), [(None, False), ("first", True)])
 def test_a_reexecuted_run_with_force_goes_on_with_what_the_first_has_built(settings, parent, is_again):
     attempt = SimpleNamespace(retry_number=0, run=SimpleNamespace(parent_run_id=parent))
     context = SimpleNamespace(op_execution_context=attempt)
-    forced = (context, Deployment(settings=settings), steps.Run(settings, force=True), KEY)
+    forced = (context, Deployment(settings=settings), Run(settings, force=True), KEY)
     assert (steps.why_from_scratch(*forced) is None) == is_again, "nothing was ever committed"
     build_token_cache(settings, "dolly15k")
     assert steps.why_from_scratch(*forced) is not None, "what is finished is built once more"

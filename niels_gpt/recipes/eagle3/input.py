@@ -28,6 +28,7 @@ from niels_gpt.recipes.resolve import ResolvedSource, resolve_user_source, resol
 from niels_gpt.recipes.user_sources import UserSource, user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import InputError, NotFound
+from niels_gpt.storage.remedies import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,8 @@ def _origin(settings: Settings, input_data: str) -> ResolvedSource:
     try:
         found = local.open_files(input_data, rows_only=True, follow_links=settings.follow_links)
     except FileNotFoundError as error:
-        raise NotFound(f"{FLAG} {input_data}: {error}. Or name a source: {', '.join(chats)}", code="E709") from None
+        meant = did_you_mean(input_data, chats) or f" Or name a source: {', '.join(chats)}"
+        raise NotFound(f"{FLAG} {input_data}: {error}.{meant}", code="E709") from None
     return resolve_user_source(source, found)
 
 

@@ -30,6 +30,7 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.exchange.names import FORMAT_NAMES
 from niels_gpt.exchange.output import MANIFEST_NAME
 from niels_gpt.exchange.transfer.described import Pushed
+from niels_gpt.recipes.plan import every_key
 from niels_gpt.recipes.records import RUNS_DIR, cache_root
 from niels_gpt.recipes.user_sources import DELIVERIES, sources_tables
 from niels_gpt.settings import Settings
@@ -37,7 +38,7 @@ from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError, DefinitionError
 from niels_gpt.storage.locks import file_lock
 from niels_gpt.storage.meta_json import checked_name, parse_object, read_regular, sha256_regular
-from niels_gpt.storage.remedies import build_command
+from niels_gpt.storage.remedies import PROGRAM, build_command, did_you_mean
 from niels_gpt.work import Progress
 
 EXPORT, PUBLISHED = DELIVERIES
@@ -101,7 +102,7 @@ def lines_of(settings: Settings) -> dict[str, Line]:
     found: dict[str, Line] = {}
     taken: dict[str, str] = {}
     named = [(kind, name) for kind in DELIVERIES for name in tables.get(kind) or {}]
-    for line in (_line(where, kind, name, tables[kind][name]) for kind, name in named):
+    for line in (_line(settings, where, kind, name, tables[kind][name]) for kind, name in named):
         for key in (line.path.replace("-", "_"), line.place):
             if key in taken:
                 other = f"{taken[key]} has this name or place already. Choose another one"
@@ -111,7 +112,7 @@ def lines_of(settings: Settings) -> dict[str, Line]:
     return found
 
 
-def _line(where: Path, kind: str, name: str, table: Any) -> Line:
+def _line(settings: Settings, where: Path, kind: str, name: str, table: Any) -> Line:
     keys, at = _KEYS[kind], f"{where}, {kind}.{name}"
     if not _NAME.fullmatch(name):
         raise DefinitionError(f"{at}: expected a name of letters, digits, _ and - that starts with a letter")
@@ -122,7 +123,8 @@ def _line(where: Path, kind: str, name: str, table: Any) -> Line:
         raise DefinitionError(f"{at}: found {found}, expected a table with the texts {', '.join(keys)}")
     cache = table["cache"]
     if not _CACHES[kind].fullmatch(cache):
-        raise DefinitionError(f"{at}: cache is {cache!r}, expected the key of a cache, such as pretrain/wikitext")
+        meant = did_you_mean(cache, every_key(settings)) or " Expected the key of a cache, such as pretrain/wikitext"
+        raise DefinitionError(f"{at}: cache is {cache!r}.{meant}")
     if kind == PUBLISHED:
         url = str(table["url"]).rstrip("/")
         try:
@@ -153,8 +155,11 @@ def deliver(settings: Settings, line: Line, *, wait: bool = True, progress: Prog
     cache = cache_root(settings) / line.cache
     meta = find_meta(cache)
     if meta is None:
-        command = build_command(settings, line.cache)
-        raise FileNotFoundError(f"{cache}: no cache there, and {line.path} is made from it. Build it: {command}")
+        known = every_key(settings)
+        remedy = f" Build it: {build_command(settings, line.cache)}"
+        if line.cache not in known:  # misspelt, or not imported yet
+            remedy = f"{did_you_mean(line.cache, known)} `{PROGRAM} list` names the caches that are there"
+        raise FileNotFoundError(f"{cache}: no cache there, and {line.path} is made from it.{remedy}")
     content = str(meta["content_sha256"])
     lock = cache_root(settings) / RUNS_DIR / f"{line.kind}.{line.name}.lock"
     with file_lock(lock, line.place, "is being written", wait=wait):
