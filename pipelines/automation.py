@@ -26,7 +26,7 @@ from niels_gpt.recipes.resolve import listing_of, resolve_source
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.storage.remedies import did_you_mean
 from pipelines.deployment import Deployment
-from pipelines.versions import SFT_ROOT
+from pipelines.versions import PARTITIONS, SFT_ROOT, static_partitions_of
 
 SWITCHES = ("observe", "files", "rebuild")
 """What `niels_definitions(automation=...)` may name."""
@@ -111,7 +111,10 @@ def _rebuild_sensor(deployment: Deployment) -> dg.AutomationConditionSensorDefin
     """Return the sensor that evaluates `condition_of` for all our assets; otherwise Dagster would add its own."""
     return dg.AutomationConditionSensorDefinition(
         deployment.name("rebuild"),
-        target=_select(deployment, every_key(deployment.settings)),
+        target=_select(
+            deployment,
+            [*every_key(deployment.settings), *(PARTITIONS + path for path in static_partitions_of(deployment))],
+        ),
         default_status=_status(deployment, "rebuild"),
         description="Materializes the caches of a source or tokenizer once for each new data version.",
     )

@@ -174,6 +174,7 @@ class NielsCaches(CacheTranslator, dg.Component, dg.Resolvable, dg.Model):
     prefix: Annotated[str | None, _about("stands before the key of every asset, such as llm or team/llm")] = None
     group_prefix: Annotated[str, _about("stands before the name of every group, such as llm/")] = ""
     partitions: Annotated[int | None, _PARTITIONS] = None
+    static_partitions: Annotated[bool, _about("whether caches in partitions have Dagster's own partitions")] = False
     owners: Annotated[list[str], _about("of every asset: team:NAME, or an e-mail address")] = Field(
         default_factory=list
     )
@@ -217,6 +218,7 @@ class NielsCaches(CacheTranslator, dg.Component, dg.Resolvable, dg.Model):
             op_tags=self.op_tags,
             group_prefix=self.group_prefix,
             automation=self.automation,
+            static_partitions=self.static_partitions,
             repository=self.repository,
             translator=self,
         )

@@ -32,7 +32,7 @@ from pipelines.deployment import CacheTranslator, Deployment, HomeAssets
 from pipelines.describe import code_link, described
 from pipelines.resources import settings_from_environment, settings_resource
 from pipelines.steps import BUILD_TAG
-from pipelines.versions import code_versions
+from pipelines.versions import PARTITIONS, code_versions
 
 
 def niels_definitions(
@@ -44,6 +44,7 @@ def niels_definitions(
     op_tags: Mapping[str, Any] | None = None,
     group_prefix: str = "",
     automation: bool | Collection[str] = False,
+    static_partitions: bool = False,
     repository: str | None = None,
     translator: CacheTranslator | None = None,
 ) -> dg.Definitions:
@@ -58,6 +59,8 @@ def niels_definitions(
     owners, tags: of every asset, in Dagster's form. op_tags: of every step that builds.
     group_prefix: stands before the name of every group.
     automation: schedules and sensors that are on from the start; True: all. See `pipelines.automation`.
+    static_partitions: with settings.partitions above 1, a cache has Dagster's own partitions in place of a step for
+        each. See `pipelines.partitions`.
     repository: where the files of this version of niels_gpt lie, such as https://HOST/ORG/REPOSITORY/blob/TAG. Then an
         asset's page has a link to the module that makes it.
     translator: changes keys, groups, owners, tags and dependencies of single assets.
@@ -70,6 +73,7 @@ def niels_definitions(
         op_tags=dict(op_tags or {}),
         group_prefix=group_prefix,
         automation=switched_on(automation),
+        static_partitions=static_partitions,
         repository=repository,
     )
     made, homes = _made(deployment)
@@ -84,6 +88,7 @@ def niels_definitions(
             *(checks_of(deployment, path) for path in every_key(deployment.settings)),
             *(check for home in homes for check in home.checks),
         ],
+        jobs=partitions.jobs_of(deployment),
         resources={deployment.resource: settings_resource(deployment.settings, deployment.resource)},
     )
     return dg.Definitions.merge(ours, automation_of(deployment))
@@ -93,7 +98,7 @@ def _made(deployment: Deployment) -> tuple[list[dg.AssetsDefinition], list[HomeA
     """Return all assets with their own part of their specs, and the homes that some are of."""
     homes: list[HomeAssets] = [assets_of(deployment) for assets_of in home_assets()]
     of_homes = [asset for home in homes for asset in (*home.caches, *home.outputs)]
-    return [*assets.assets_of(deployment), *of_homes], homes
+    return [*assets.assets_of(deployment), *of_homes, *partitions.assets_of(deployment)], homes
 
 
 def _translated(
@@ -106,11 +111,11 @@ def _translated(
     versions, found, moved = code_versions(deployment.settings), dict[str, dg.AssetSpec](), dict[Any, dg.AssetKey]()
     for spec in (spec for asset in made for spec in asset.specs):
         path = deployment.path_of(spec.key)
-        if spec.code_version is None:  # exports have theirs, and are complete
+        if spec.code_version is None:  # exports and partitions have theirs, and are complete
             spec = described(deployment, spec).replace_attributes(
                 code_version=versions.get(path), automation_condition=condition_of(deployment, path)
             )
-        spec = spec.merge_attributes(metadata=code_link(deployment, path))
+        spec = spec.merge_attributes(metadata=code_link(deployment, path.removeprefix(PARTITIONS)))
         found[path] = translator.get_asset_spec(path, spec)
         moved[spec.key] = found[path].key
         missing = {dep.asset_key for dep in spec.deps} - {dep.asset_key for dep in found[path].deps}

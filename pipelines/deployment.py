@@ -53,6 +53,8 @@ class Deployment:
     """Stands before the name of every group, such as llm/."""
     automation: frozenset[str] = frozenset()
     """Schedules and sensors that are on from the start: see pipelines/automation.py."""
+    static_partitions: bool = False
+    """Whether caches in partitions have Dagster's own partitions: see pipelines/partitions.py."""
     repository: str | None = None
     """Where the files of this version lie, such as https://HOST/ORG/REPOSITORY/blob/TAG, for links to the code."""
     keys: Mapping[str, dg.AssetKey] = field(default_factory=dict)

@@ -1,6 +1,13 @@
-"""A cache that is built in partitions: a graph of steps, which the deployment's executor distributes and retries.
+"""A cache that is built in partitions, in one of two forms. The steps of both have the same bodies.
+
+A graph of steps, which the deployment's executor distributes and retries:
 
     plan_partitions -> build_partition[p00000], [p00001], ... -> seal_cache
+
+With `niels_definitions(static_partitions=True)` two assets. The first has Dagster's own partitions, so there are
+backfills, a status for each partition, and a run of one alone. The second seals:
+
+    partitions/FAMILY/NAME [00000], [00001], ... -> FAMILY/NAME
 
 The steps share the cache folder and pass no values to each other. So no I/O manager is used.
 """
@@ -16,14 +23,16 @@ from niels_gpt.kinds.kind import builds_alone
 from niels_gpt.recipes.family import family_named
 from niels_gpt.recipes.home_recipes import units_of
 from niels_gpt.recipes.plan import every_recipe
-from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome
+from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, recorded_recipe
+from niels_gpt.recipes.request import restart
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.tokenizer import with_installed
-from niels_gpt.recipes.units import NoPlan
+from niels_gpt.recipes.units import CacheUnits, MadeUnit, NoPlan
 from niels_gpt.settings import Settings
-from niels_gpt.storage.errors import LeftOut
+from niels_gpt.storage.errors import CacheError, LeftOut
+from pipelines.automation import condition_of
 from pipelines.deployment import Deployment
-from pipelines.resources import BuildConfig, WaitConfig
+from pipelines.resources import BuildConfig, Run, WaitConfig
 from pipelines.steps import (
     BUILD_POOL,
     BUILD_TAG,
@@ -37,22 +46,111 @@ from pipelines.steps import (
     turn,
     waited_for,
 )
-from pipelines.versions import is_graph, newer_observation, upstream_of
+from pipelines.versions import (
+    PARTITIONS,
+    code_version,
+    inputs_of,
+    is_graph,
+    newer_observation,
+    static_partitions_of,
+    upstream_of,
+    version_tags,
+)
 
 PARTITION_POOL = "niels_gpt/partition"
 """Pool of the steps that build partitions. Without a limit in the deployment, all partitions run at once."""
+_OF_ALL = frozenset({"dagster/backfill", "dagster/from_automation_condition"})
+"""Tags of the runs that Dagster starts for many partitions alike."""
+_MOST_NUMBERS = 5  # of partitions in a message
+_DIGITS = 16  # of a fingerprint
 
 
 def in_partitions(deployment: Deployment, made: Iterable[dg.AssetsDefinition]) -> list[dg.AssetsDefinition]:
-    """Return the assets; those that are built in partitions become graphs with the same specs."""
+    """Return the assets; those that are built in partitions become graphs, or seals, with the same specs."""
     plans: dict[frozenset[str], dg.OpDefinition] = {}
     steps = [make(deployment) for make in (_build_partition, _seal_cache)]
-    return [
-        _as_graph(deployment, asset, plans, *steps)
-        if is_graph(deployment.settings, deployment.path_of(asset.key))
-        else asset
-        for asset in made
-    ]
+    static = static_partitions_of(deployment)
+
+    def cache(plain: dg.AssetsDefinition) -> dg.AssetsDefinition:
+        path = deployment.path_of(plain.key)
+        if path in static:
+            return _as_seal(deployment, plain)
+        return _as_graph(deployment, plain, plans, *steps) if is_graph(deployment.settings, path) else plain
+
+    return [cache(plain) for plain in made]
+
+
+# --- the steps of both forms ------------------------------------------------------------------------------------------
+
+
+def is_in_partitions(settings: Settings, path: str) -> bool:
+    """Whether a run with these settings builds a cache in partitions."""
+    if settings.partitions == 1 or family_named(path) is None:  # only caches of a family are made of a source
+        return settings.partitions > 1
+    return resolve_source(settings, path).is_partitioned(settings)
+
+
+@contextmanager
+def _instead(remedy: str) -> Iterator[None]:
+    """Give a step's error another remedy if there is no plan of its text and its settings, and it may make none."""
+    try:
+        yield
+    except NoPlan as error:
+        raise NoPlan(error.path, error.found, error.expected, remedy, code=error.code) from error
+
+
+def _built(
+    context: dg.AssetExecutionContext, units: CacheUnits, number: int, asked: Run, mended: MadeUnit | None = None
+) -> tuple[MadeUnit, dict[str, Any]]:
+    """Build a partition unless it is finished, and log it. Returns it with its figures."""
+    made = mended or units.build(number, wait=asked.wait, progress=progress_log(context, units.counted))
+    done = "was finished already" if made.reused else f"built in {made.seconds:.1f} s"
+    context.log.info(f"{units.key}: partition {number} of {made.partition.total} {done}")
+    counts = made.meta["totals"] if "partition" in made.meta else {}
+    counts = {key: int(counts[key]) for key in ("train_tokens", "val_tokens") if key in counts}
+    return made, {"partition": number, **counts, "seconds": round(made.seconds, 3)}
+
+
+def _sealed(
+    context: dg.AssetExecutionContext, deployment: Deployment, asked: Run, path: str, remedy: str
+) -> Iterator[dg.MaterializeResult[None]]:
+    """Join all partitions into one cache; without partitions, build the whole cache. One that is left out yields none.
+
+    remedy: where there is no plan of the text and the settings.
+    """
+    core = with_installed(asked.settings)
+
+    def build() -> Outcome:
+        if is_in_partitions(core, path):
+            # Of the newest plan, as its partitions: an observation may have been made since the plan was fixed.
+            units = units_of(core, path, fixes=False)
+            if path in static_partitions_of(deployment):
+                _refuse_unfinished(units, remedy)
+            return units.seal(progress=progress_log(context, "files", "bytes"))
+        observed = newer_observation(context, deployment, core, path)
+        return every_recipe(core)[path](core, observed=observed, progress=progress_log(context))
+
+    # The turn inside of `step`: its error E503 is no reason to try again.
+    with step(context, deployment), turn(asked, path) if builds_alone(path) else nullcontext(), _instead(remedy):
+        try:
+            result = report(context, deployment, asked.settings, waited_for(asked, path, build))
+        except LeftOut as error:
+            leave_out(context, deployment, error)
+            return
+        report_made_too(context, deployment, core, path)
+    yield result
+
+
+def _refuse_unfinished(units: CacheUnits, remedy: str) -> None:
+    """Raise CacheError E510 if a partition is not finished."""
+    if unfinished := units.unfinished():
+        few = ", ".join(f"{number:05d}" for number in unfinished[:_MOST_NUMBERS])
+        more = ", ..." if len(unfinished) > _MOST_NUMBERS else ""
+        found = f"{len(unfinished)} of {units.settings.partitions} partitions are not finished ({few}{more})"
+        raise CacheError(units.path, found, "all of them", remedy, code="E510")
+
+
+# --- a graph ----------------------------------------------------------------------------------------------------------
 
 
 def _as_graph(
@@ -87,28 +185,6 @@ def _of_steps(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config of each step of a graph: what `ops.OP.config` says of the asset."""
     wait = {"config": {"wait": config["wait"]}}
     return {"plan_partitions": {"config": config}, "build_partition": wait, "seal_cache": wait}
-
-
-def is_in_partitions(settings: Settings, path: str) -> bool:
-    """Whether a run with these settings builds a cache in partitions."""
-    if settings.partitions == 1 or family_named(path) is None:  # only caches of a family are made of a source
-        return settings.partitions > 1
-    return resolve_source(settings, path).is_partitioned(settings)
-
-
-@contextmanager
-def _in_a_new_run(path: str) -> Iterator[None]:
-    """Add the remedy to a step's error if the plan of its run no longer fits the text or the settings.
-
-    A re-execution repeats no successful step, so it cannot make a new plan.
-    """
-    try:
-        yield
-    except NoPlan as error:
-        remedy = (
-            f"Materialize {path} in a new run, which plans its partitions again; a re-execution of this run does not"
-        )
-        raise NoPlan(error.path, error.found, error.expected, remedy, code=error.code) from error
 
 
 def _plan_partitions(deployment: Deployment, upstream: Sequence[str]) -> dg.OpDefinition:
@@ -165,14 +241,10 @@ def _build_partition(deployment: Deployment) -> dg.OpDefinition:
     def build_partition(context: dg.AssetExecutionContext, config: WaitConfig) -> Iterator[dg.Output[None]]:
         asked, path = deployment.run(context, config), deployment.path_of(context.asset_key)
         number = int(str(context.op_execution_context.get_mapping_key()).removeprefix("p"))
-        with step(context, deployment), _in_a_new_run(path):
+        with step(context, deployment), _instead(_in_a_new_run(path)):
             units = units_of(with_installed(asked.settings), path, fixes=False)
-            made = units.build(number, wait=asked.wait, progress=progress_log(context, units.counted))
-        done = "was finished already" if made.reused else f"built in {made.seconds:.1f} s"
-        context.log.info(f"{path}: partition {number} of {made.partition.total} {done}")
-        counts = made.meta["totals"] if "partition" in made.meta else {}
-        counts = {key: int(counts[key]) for key in ("train_tokens", "val_tokens") if key in counts}
-        yield dg.Output(None, metadata={"partition": number, **counts, "seconds": round(made.seconds, 3)})
+            _, figures = _built(context, units, number, asked)
+        yield dg.Output(None, metadata=figures)
 
     made: dg.OpDefinition = build_partition
     return made
@@ -192,27 +264,15 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
     )
     def seal_cache(context: dg.AssetExecutionContext, config: WaitConfig) -> Iterator[dg.Output[None]]:
         asked, path = deployment.run(context, config), deployment.path_of(context.asset_key)
-        core = with_installed(asked.settings)
-
-        def build() -> Outcome:
-            if is_in_partitions(core, path):
-                # Of the newest plan, as its partitions: an observation may have been made since the plan was fixed.
-                return units_of(core, path, fixes=False).seal(progress=progress_log(context, "files", "bytes"))
-            observed = newer_observation(context, deployment, core, path)
-            return every_recipe(core)[path](core, observed=observed, progress=progress_log(context))
-
-        # The turn inside of `step`: its error E503 is no reason to try again.
-        with step(context, deployment), turn(asked, path) if builds_alone(path) else nullcontext(), _in_a_new_run(path):
-            try:
-                result = report(context, deployment, asked.settings, waited_for(asked, path, build))
-            except LeftOut as error:
-                leave_out(context, deployment, error)
-                return
-            report_made_too(context, deployment, core, path)
-        yield _as_output(result)
+        yield from map(_as_output, _sealed(context, deployment, asked, path, _in_a_new_run(path)))
 
     made: dg.OpDefinition = seal_cache
     return made
+
+
+def _in_a_new_run(path: str) -> str:
+    """Return the remedy for a re-execution: it repeats no successful step, so it cannot make a new plan."""
+    return f"Materialize {path} in a new run, which plans its partitions again; a re-execution of this run does not"
 
 
 def _as_output(result: dg.MaterializeResult[None]) -> dg.Output[None]:
@@ -220,3 +280,158 @@ def _as_output(result: dg.MaterializeResult[None]) -> dg.Output[None]:
     with warnings.catch_warnings():  # Dagster calls the data version of an output beta, and of an asset not
         warnings.simplefilter("ignore", dg.BetaWarning)
         return dg.Output(None, metadata=result.metadata, data_version=result.data_version, tags=result.tags)
+
+
+# --- Dagster's own partitions -----------------------------------------------------------------------------------------
+
+
+def assets_of(deployment: Deployment) -> list[dg.AssetsDefinition]:
+    """Return partitions/FAMILY/NAME of each cache with static partitions."""
+    return [_partition_asset(deployment, path) for path in static_partitions_of(deployment)]
+
+
+def jobs_of(deployment: Deployment) -> list[Any]:
+    """Return the job of all these assets; none where there are none."""
+    keys = [deployment.key(PARTITIONS + path) for path in static_partitions_of(deployment)]
+    text = "A partition of every cache; a backfill builds all of them. It seals none."
+    job = dg.define_asset_job(deployment.name("partitions"), dg.AssetSelection.assets(*keys), description=text)
+    return [job] if keys else []
+
+
+def _partition_asset(deployment: Deployment, path: str) -> dg.AssetsDefinition:
+    """Return the asset whose partitions are those of a cache."""
+    family = PARTITIONS.rstrip("/")
+
+    @dg.asset(
+        key=deployment.key(PARTITIONS + path),
+        deps=[deployment.key(upstream) for upstream in inputs_of(deployment, PARTITIONS + path)],
+        partitions_def=dg.StaticPartitionsDefinition([f"{n:05d}" for n in range(deployment.settings.partitions)]),
+        description=f"The partitions of {path}, which seals them once all are finished.",
+        group_name=deployment.group(family),
+        owners=list(deployment.owners),
+        tags={"family": family, **deployment.tags},
+        code_version=code_version(deployment.settings, path),
+        automation_condition=condition_of(deployment, PARTITIONS + path),
+        retry_policy=NETWORK_RETRIES,
+        pool=PARTITION_POOL,
+        op_tags=deployment.op_tags,
+        required_resource_keys={deployment.resource},
+        output_required=False,  # of a cache that is left out
+    )
+    def partition(context: dg.AssetExecutionContext, config: BuildConfig) -> Iterator[dg.MaterializeResult[None]]:
+        asked = _asked(context, deployment, config)
+        again = f"Materialize all partitions of {PARTITIONS}{path} again in one backfill, which makes a new plan"
+        with step(context, deployment), _instead(again):
+            try:
+                result = _partition(context, deployment, asked, path)
+            except LeftOut as error:
+                leave_out(context, deployment, error)
+                return
+        yield result
+
+    made: dg.AssetsDefinition = partition
+    return made
+
+
+def _asked(context: dg.AssetExecutionContext, deployment: Deployment, config: WaitConfig) -> Run:
+    """Return what a run of static partitions asks for. Raises: dg.Failure for another number of partitions."""
+    asked, ours = deployment.run(context, config), deployment.settings.partitions
+    if asked.settings.partitions != ours:
+        raise dg.Failure(
+            f"resources.{deployment.resource}.config.partitions: found {asked.settings.partitions}, expected {ours}, "
+            "as the assets have. Set another number for the deployment (NIELS_GPT_PARTITIONS)",
+            allow_retries=False,
+        )
+    return asked
+
+
+def _partition(
+    context: dg.AssetExecutionContext, deployment: Deployment, asked: Run, path: str
+) -> dg.MaterializeResult[None]:
+    """Build the partition of a run, and return its materialization. Its data version stands for recipe and number.
+
+    force: one of a sealed cache is built again and mends the cache.
+    """
+    core, number = with_installed(asked.settings), int(context.partition_key)
+    units, mended = _units(context, deployment, core, path), None
+    if asked.force and _is_first_attempt(context):
+        if units.plan is None:  # a sealed cache: its plan may be made again
+            units = units_of(core, path)
+        mended = units.mend(number)
+        if mended is None and not units.restart(number):  # of a kind that cannot be mended
+            if not _is_of_many(context):
+                text = f"{path} is sealed and up to date. Materialize all partitions of {PARTITIONS}{path} with force"
+                raise dg.Failure(f"{text}, in one backfill", allow_retries=False)
+            restart(core, path)
+            units = _units(context, deployment, core, path)
+    made, figures = _built(context, units, number, asked, mended and mended[0])
+    known = recorded_recipe(units.path) if units.plan is None else units.plan.content
+    tags = version_tags(
+        context,
+        deployment,
+        asked.settings,
+        PARTITIONS + path,
+        known.get("source") or {},
+        tokenizer=units.made_tokenizer,
+        asked_hub=not made.reused,
+    )
+    return dg.MaterializeResult(
+        metadata={"run/state": "reused" if made.reused else "built", **figures},
+        data_version=dg.DataVersion(f"{units.recipe_fingerprint[:_DIGITS]}/{number}"),
+        tags=tags,
+    )
+
+
+def _units(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str) -> CacheUnits:
+    """Return the units of a cache, whose plan is made by the partition that comes first.
+
+    Where there is a plan of another text or other settings, only a backfill or an automation makes a new one: after a
+    single partition the others would still be of the plan before.
+    """
+    observed = newer_observation(context, deployment, settings, path)
+    if not (_is_first_attempt(context) and _is_of_many(context)):
+        try:
+            return units_of(settings, path, observed=observed, fixes=False)
+        except NoPlan as error:
+            if error.code != "E510":  # none at all
+                raise
+    return units_of(settings, path, observed=observed)
+
+
+def _is_of_many(context: dg.AssetExecutionContext) -> bool:
+    """Whether Dagster has started a run for many partitions alike."""
+    return not _OF_ALL.isdisjoint(context.run.tags)
+
+
+def _is_first_attempt(context: dg.AssetExecutionContext) -> bool:
+    """Whether a step is neither a retry nor a re-execution: these go on with what the first attempt has built."""
+    return not context.op_execution_context.retry_number and context.run.parent_run_id is None
+
+
+def _as_seal(deployment: Deployment, plain: dg.AssetsDefinition) -> dg.AssetsDefinition:
+    """Return an asset of a cache as the step that seals its partitions. It builds none: that may need other machines.
+
+    A damaged cache is repaired as any other.
+    """
+    spec = plain.get_asset_spec()
+    path = deployment.path_of(spec.key)
+
+    @dg.asset(
+        key=spec.key,
+        deps=[dep.asset_key for dep in spec.deps],
+        retry_policy=NETWORK_RETRIES,
+        pool=BUILD_POOL,
+        op_tags={**deployment.op_tags, BUILD_TAG: "true"},
+        required_resource_keys={deployment.resource},
+        output_required=False,  # of a cache that is left out
+    )
+    def cache(context: dg.AssetExecutionContext, config: WaitConfig) -> Iterator[dg.MaterializeResult[None]]:
+        asked = _asked(context, deployment, config)
+        with step(context, deployment):
+            start_over(context, deployment, asked, path)
+        # A partition of this plan that is finished stays as it is.
+        again = f"Materialize all partitions of {PARTITIONS}{path} in one backfill, then {path}"
+        yield from _sealed(context, deployment, asked, path, again)
+
+    (made,) = dg.map_asset_specs(lambda _: spec, [cache])
+    return made

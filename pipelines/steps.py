@@ -29,7 +29,7 @@ from pipelines.checks import CAUSED_ELSEWHERE, NOT_THERE, rules_of
 from pipelines.deployment import Deployment
 from pipelines.metadata import held_in_words, materialize_result
 from pipelines.resources import BuildConfig, Run
-from pipelines.versions import DATA_VERSION, newer_observation, report_found, upstream_of, version_tags
+from pipelines.versions import DATA_VERSION, inputs_of, newer_observation, report_found, upstream_of, version_tags
 
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
 """Pretrain builds run one at a time, because each encodes on all cores. Within a run the tag enforces it, on one cache
@@ -59,7 +59,7 @@ def cache_asset(deployment: Deployment, path: str, group: str, description: str)
 
     @dg.asset(
         key=deployment.key(path),
-        deps=[deployment.key(upstream) for upstream in upstream_of(deployment.settings, path)],
+        deps=[deployment.key(upstream) for upstream in inputs_of(deployment, path)],
         description=description,
         group_name=deployment.group(group),
         retry_policy=NETWORK_RETRIES,
@@ -233,7 +233,9 @@ def report(
     result = materialize_result(outcome)
     state = "reused" if outcome.reused else "built"
     context.log.info(f"{outcome.key}: {state} in {outcome.seconds:.1f} s: {held_in_words(outcome.meta)}")
-    return result._replace(tags=version_tags(context, deployment, settings, outcome))
+    source = recorded_recipe(outcome.path).get("source") or {}
+    tags = version_tags(context, deployment, settings, outcome.key, source, asked_hub=not outcome.reused)
+    return result._replace(tags=tags)
 
 
 @contextmanager

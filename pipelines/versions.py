@@ -6,7 +6,9 @@ code version of its run's settings, so that Dagster shows a cache as stale that 
 deployment's.
 """
 
+import math
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -26,7 +28,7 @@ from niels_gpt.recipes.eagle3.request import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.request import VOCAB_KEY
 from niels_gpt.recipes.plan import HOME_OF, built_at, every_key, needs_no_tokenizer, observe, settings_fingerprint
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
-from niels_gpt.recipes.resolve import asked_revisions, listing_of, resolve_source
+from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, listing_of, resolve_source
 from niels_gpt.recipes.sources import named
 from niels_gpt.recipes.tokenizer import is_id, named_tokenizer, stage_tokenizer, tokenizer_state
 from niels_gpt.recipes.training import training_settings
@@ -46,6 +48,8 @@ _MOST_FILES = 1000  # of a target
 _MOST_BYTES = 1 << 24  # of a source's files that are read for what --exclude takes from them
 _LOOKED_AT = 50  # of the observations of a source
 SFT_ROOT, ROOT_VERSION = "sft/", "root"
+PARTITIONS = "partitions/"
+"""Before the path of a cache: the asset of its static partitions."""
 _DIGITS = 12
 _WHAT_IS_READ = (
     *("source_root", "revision", "roam_dir", "follow_links", "sources_file", "pretrain", "sft", "rollouts"),
@@ -215,7 +219,7 @@ def is_graph(settings: Settings, path: str) -> bool:
 
 
 def upstream_of(settings: Settings, path: str) -> list[str]:
-    """Return the paths of the assets that an asset is made from, in the order of its dependencies."""
+    """Return the paths of the assets that a cache is made from, in the order of its dependencies."""
     if path == TOKENIZER_KEY:
         return []
     if path in HOME_OF:
@@ -228,37 +232,78 @@ def upstream_of(settings: Settings, path: str) -> list[str]:
     return [*tokenizer, f"raw/{path.rpartition('/')[2]}", *root]
 
 
+def inputs_of(deployment: Deployment, path: str) -> list[str]:
+    """Return the paths of the assets directly upstream of an asset: of static partitions or not.
+
+    partitions/FAMILY/NAME stands between a cache and what the cache is made from. The root stays at the cache: what
+    lies downstream of it may have no partitions, or `--select sft/*` would need --partition.
+    """
+    cache = path.removeprefix(PARTITIONS)
+    made_from = upstream_of(deployment.settings, cache)
+    if cache not in static_partitions_of(deployment):
+        return made_from
+    roots = [each for each in made_from if each == SFT_ROOT]
+    return [PARTITIONS + cache, *roots] if cache == path else [each for each in made_from if each not in roots]
+
+
+def static_partitions_of(deployment: Deployment) -> list[str]:
+    """Return the paths of the caches that have Dagster's static partitions in a deployment."""
+    settings = deployment.settings
+    if not deployment.static_partitions or settings.partitions == 1:
+        return []
+    return [path for path in every_key(settings) if is_graph(settings, path)]
+
+
 def version_tags(
-    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, outcome: Outcome
+    context: dg.AssetExecutionContext,
+    deployment: Deployment,
+    settings: Settings,
+    path: str,
+    source: Mapping[str, Any],
+    *,
+    tokenizer: Outcome | None = None,
+    asked_hub: bool = True,
 ) -> dict[str, str]:
     """Return the tags of a materialization that say what it was really made from, and by which settings.
 
     Before, log what the step has learnt of its inputs: the fingerprint of its source, and another tokenizer. Dagster's
     own tags are of the inputs as they were recorded when the step started; they stay where nothing better is known.
-    settings: of the run.
+    Why no public interface serves: docs/decisions/0031 and 0032. settings: of the run. source: the record of the text
+    that was read. tokenizer: the one that was used, where it is not installed yet.
     """
-    tags = {CODE_VERSION: code_version(settings, outcome.key)}
-    read = upstream_of(settings, outcome.key)  # a run may name other chats than the deployment's
-    for upstream in (path for path in upstream_of(deployment.settings, outcome.key) if path in read):
-        key, path = deployment.key(upstream), cache_root(settings) / upstream
-        if upstream in (TOKENIZER_KEY, VOCAB_KEY):
-            # A tokenizer that is not what the settings ask for is out of date until it is materialized itself.
-            if upstream == TOKENIZER_KEY and tokenizer_state(settings) == "up to date":
-                report_found(context, deployment, settings, stage_tokenizer(settings))
-            meta = find_meta(path)
-            if meta is None:
-                continue
-            version, fetch = data_version(path, meta), context.instance.fetch_materializations
+    cache = path.removeprefix(PARTITIONS)
+    tags = {CODE_VERSION: code_version(settings, cache)}
+    inputs, read = inputs_of(deployment, path), upstream_of(settings, cache)  # a run may name other chats
+    for upstream in (each for each in upstream_of(deployment.settings, cache) if each in read):
+        if upstream not in (TOKENIZER_KEY, VOCAB_KEY):
+            known = Observations(context, deployment, upstream)
+            version: str | None = known.add(settings, cache, source, asked_hub=asked_hub)
         else:
-            version, fetch = (
-                _observed(context, deployment, settings, outcome, upstream),
-                context.instance.fetch_observations,
-            )
-        tags[f"{INPUT_VERSION}/{key.to_user_string()}"] = version
-        for record in fetch(key, limit=1).records:
-            if record.asset_event is not None and (record.asset_event.tags or {}).get(DATA_VERSION) == version:
-                tags[f"{INPUT_POINTER}/{key.to_user_string()}"] = str(record.storage_id)
+            version = _made_version(context, deployment, settings, upstream, tokenizer)
+        if version is not None and upstream in inputs:
+            tags[f"{INPUT_VERSION}/{deployment.key(upstream).to_user_string()}"] = version
     return tags
+
+
+def _made_version(
+    context: dg.AssetExecutionContext,
+    deployment: Deployment,
+    settings: Settings,
+    upstream: str,
+    tokenizer: Outcome | None,
+) -> str | None:
+    """Return the data version of the tokenizer, or the draft's vocabulary, that a step has used; None: of none."""
+    if upstream == TOKENIZER_KEY:
+        if tokenizer is not None:
+            if context.instance.get_latest_materialization_event(deployment.key(upstream)) is None:
+                report_found(context, deployment, settings, tokenizer)
+            return data_version(tokenizer.path, tokenizer.meta)
+        # A tokenizer that is not what the settings ask for is out of date until it is materialized itself.
+        if tokenizer_state(settings) == "up to date":
+            report_found(context, deployment, settings, stage_tokenizer(settings))
+    path = cache_root(settings) / upstream
+    meta = find_meta(path)
+    return None if meta is None else data_version(path, meta)
 
 
 def report_found(
@@ -272,50 +317,97 @@ def report_found(
     event = context.instance.get_latest_materialization_event(key)
     known = (event.asset_materialization.tags if event is not None and event.asset_materialization else None) or {}
     if (known.get(DATA_VERSION), known.get(CODE_VERSION)) != (content, code_version(settings, outcome.key)):
-        tags = version_tags(context, deployment, settings, outcome) | {DATA_VERSION: content}
+        source = recorded_recipe(outcome.path).get("source") or {}
+        tags = version_tags(context, deployment, settings, outcome.key, source) | {DATA_VERSION: content}
+        pointers = {tag.replace(INPUT_VERSION, INPUT_POINTER): "NULL" for tag in tags if tag.startswith(INPUT_VERSION)}
         metadata = materialize_result(outcome).metadata
-        context.log_event(dg.AssetMaterialization(key, metadata=metadata, tags=tags))
+        context.log_event(dg.AssetMaterialization(key, metadata=metadata, tags={**tags, **pointers}))
 
 
-def _observed(
-    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, outcome: Outcome, upstream: str
-) -> str:
-    """Return the version of an observed asset that the step has read; log it as an observation where it is news.
+class Observations:
+    """The last observations of raw/NAME, or of the root, the newest first."""
 
-    Of files every step reads the fingerprint, so each run observes them once; but where somebody has observed other
-    files since the step started, the step may have read the older ones, and says nothing. The hub is asked for a
-    revision only where none is recorded, so its revision is logged where nobody has observed the dataset, or where the
-    cache is ahead of what is observed: of another dataset, or the command line has asked the hub since (--refresh). A
-    cache of a revision that a run has named, and one of a revision that was observed before, is not ahead. A run with
-    other settings of the source says nothing of the deployment's.
-    """
-    key = deployment.key(upstream)
-    known = _observations(context, key)
-    if upstream == SFT_ROOT:
-        if not known:
-            context.log_event(dg.AssetObservation(key, tags={DATA_VERSION: ROOT_VERSION}))
-        return ROOT_VERSION
-    source = recorded_recipe(outcome.path).get("source") or {}
-    version, of_hub = str(source.get("fingerprint")), source.get("kind") == "hub"
-    is_news = all(getattr(settings, name) == getattr(deployment.settings, name) for name in _WHAT_IS_READ)
-    if is_news and known:
-        newest, record = known[0]
-        if of_hub:
-            asked = asked_revisions(settings).get(upstream.rpartition("/")[2])
-            is_refreshed = source.get("asked_revision") == asked and built_at(settings, outcome.key) > record.timestamp
-            is_seen = any(each.data_version == version for each, _ in known)
-            is_other = str(newest.data_version).rpartition("@")[0] != version.rpartition("@")[0]
-            is_news = is_other or (is_refreshed and not is_seen)
-        elif newest.data_version == version:
-            is_news = record.run_id != context.op_execution_context.run_id
-        else:
-            is_news = record.timestamp <= _started(context)
-    if is_news:
+    def __init__(self, context: dg.AssetExecutionContext, deployment: Deployment, path: str) -> None:
+        self._context, self._deployment, self._path = context, deployment, path
+        self._key = deployment.key(path)
+        records = context.instance.fetch_observations(self._key, limit=_LOOKED_AT).records
+        self.known = [(each.asset_observation, each) for each in records if each.asset_observation is not None]
+
+    def add(self, settings: Settings, cache: str, source: Mapping[str, Any], *, asked_hub: bool = True) -> str | None:
+        """Return the version that a step of `cache` has read, None if it is unknown; log it where it is news."""
+        is_root, of_hub = self._path == SFT_ROOT, source.get("kind") == "hub"
+        version = ROOT_VERSION if is_root else source.get("fingerprint")
+        if version is None or (self.known if is_root else not self._is_news(settings, cache, source)):
+            return version
+        tags = {DATA_VERSION: str(version), **({HUB_ASKED: "no"} if of_hub and not is_root else {})}
         unasked = "the revision that the cache was built from: the hub was not asked for a newer one"
-        metadata = observation_metadata(settings, upstream, source, unasked if of_hub and outcome.reused else None)
-        tags = {DATA_VERSION: version, **({HUB_ASKED: "no"} if of_hub else {})}
-        context.log_event(dg.AssetObservation(key, metadata=metadata, tags=tags))
-    return version
+        warning = unasked if of_hub and not asked_hub else None
+        metadata = {} if is_root else observation_metadata(settings, self._path, source, warning)
+        self._context.log_event(dg.AssetObservation(self._key, metadata=metadata, tags=tags))
+        return version
+
+    def _is_news(self, settings: Settings, cache: str, source: Mapping[str, Any]) -> bool:
+        """Return whether Dagster has to know the text that a step has read.
+
+        Every step reads files anew; but where somebody has observed other files since the run started, the step may
+        have read the older ones. The hub is asked for a revision only where none is recorded: its revision is news
+        where nobody has observed the dataset, or where the cache is ahead of what is observed: of another dataset, or
+        the command line has asked the hub since (--refresh). A cache of a revision that a run has named, and one of a
+        revision that was observed before, is not ahead. A run with other settings of the source says nothing of the
+        deployment's.
+        """
+        if any(getattr(settings, name) != getattr(self._deployment.settings, name) for name in _WHAT_IS_READ):
+            return False
+        if not self.known:
+            return True
+        version, (newest, record) = source.get("fingerprint"), self.known[0]
+        if source.get("kind") != "hub":
+            run = self._context.instance.get_run_record_by_id(self._context.run.run_id)
+            started = run.start_time if run is not None else None
+            return bool(newest.data_version != version and record.timestamp <= (started or math.inf))
+        asked = asked_revisions(settings).get(self._path.rpartition("/")[2])
+        is_refreshed = source.get("asked_revision") == asked and built_at(settings, cache) > record.timestamp
+        is_seen = any(each.data_version == version for each, _ in self.known)
+        is_other = str(newest.data_version).rpartition("@")[0] != str(version).rpartition("@")[0]
+        return is_other or (is_refreshed and not is_seen)
+
+    def provenance(self, source: ResolvedSource) -> tuple[dict[str, Any], str | None] | None:
+        """Return the provenance of a hub's dataset as it is now; None if it was never observed.
+
+        If the hub does not answer, that of the last observation with a warning.
+        """
+        for event, _ in self.known:
+            dataset, _, revision = str(event.data_version).rpartition("@")
+            stated = ("licence", "attribution", "asked_revision")
+            facts = {name: event.metadata[name].value for name in stated if name in event.metadata}
+            if (dataset, facts.get("asked_revision")) == (source.dataset, source.asked_revision) and revision != "None":
+                try:
+                    return source.provenance(None), None
+                except ConnectionError as error:
+                    known = {**facts, "fingerprint": event.data_version, "revision": revision}
+                    why = f"{source.spec.key}: the revision that was observed last stands for the newest one: {error}"
+                    return source.provenance(known, ask_hub=False), why
+        return None
+
+    def newer_than(self, settings: Settings, cache: str) -> str | None:
+        """Return the newest version for which the hub was asked, if it is newer than a cache; else None.
+
+        A cache of a revision that these settings do not ask for was built by a run with others: the newest observation
+        counts, whatever its age.
+        """
+        asked, ours = (
+            asked_revisions(each).get(self._path.rpartition("/")[2]) for each in (settings, self._deployment.settings)
+        )
+        if asked != ours:
+            return None  # what was observed is what the deployment asks for
+        recorded = recorded_recipe(cache_root(settings) / cache).get("source") or {}
+        is_of_others = recorded.get("kind") == "hub" and recorded.get("asked_revision") != asked
+        for event, record in self.known:
+            if is_of_others:
+                return str(event.data_version)
+            if HUB_ASKED not in (event.tags or {}):
+                return str(event.data_version) if record.timestamp > built_at(settings, cache) else None
+        return None
 
 
 def look_at(
@@ -327,59 +419,14 @@ def look_at(
     `observe` has it, only where there is none. Raises: as `observe`.
     """
     source = resolve_source(settings, key)
-    observed = _observations(context, deployment.key(f"raw/{source.source}")) if source.kind == "hub" else []
-    for event, _ in observed:
-        dataset, _, revision = str(event.data_version).rpartition("@")
-        stated = ("licence", "attribution", "asked_revision")
-        facts = {name: event.metadata[name].value for name in stated if name in event.metadata}
-        if (dataset, facts.get("asked_revision")) == (source.dataset, source.asked_revision) and revision != "None":
-            try:
-                return source.provenance(None), None
-            except ConnectionError as error:
-                known = {**facts, "fingerprint": event.data_version, "revision": revision}
-                warning = f"{key}: the revision that was observed last stands for the newest one: {error}"
-                return source.provenance(known, ask_hub=False), warning
-    return observe(settings, key)
+    known = Observations(context, deployment, f"raw/{source.source}") if source.kind == "hub" else None
+    return (known and known.provenance(source)) or observe(settings, key)
 
 
 def newer_observation(
     context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str
 ) -> str | None:
-    """Return the fingerprint of the source that the cache `path` is built of; None: of the recorded one, or of files
-    of chats, which are not observed.
-
-    That is the newest observation for which the hub was asked, if it is newer than the cache. A cache of a revision
-    that these settings do not ask for was built by a run with others: the newest observation counts, whatever its age.
-    """
+    """Return the observed fingerprint that the cache `path` is to be built of; None: of the recorded one, or of files
+    of chats, which are not observed."""
     raw = next((upstream for upstream in upstream_of(settings, path) if upstream.startswith("raw/")), None)
-    if raw is None:
-        return None
-    name = raw.rpartition("/")[2]
-    asked = asked_revisions(settings).get(name)
-    if asked != asked_revisions(deployment.settings).get(name):
-        return None  # what was observed is what the deployment asks for
-    recorded = recorded_recipe(cache_root(settings) / path).get("source") or {}
-    is_of_others = recorded.get("kind") == "hub" and recorded.get("asked_revision") != asked
-    for event, record in _observations(context, deployment.key(raw)):
-        if is_of_others:
-            return event.data_version
-        if HUB_ASKED not in (event.tags or {}):
-            return event.data_version if record.timestamp > built_at(settings, path) else None
-    return None
-
-
-def _observations(
-    context: dg.AssetExecutionContext, key: dg.AssetKey
-) -> list[tuple[dg.AssetObservation, dg.EventLogRecord]]:
-    """Return the last observations of a source with their records, the newest first."""
-    records = context.instance.fetch_observations(key, limit=_LOOKED_AT).records
-    return [(each.asset_observation, each) for each in records if each.asset_observation is not None]
-
-
-def _started(context: dg.AssetExecutionContext) -> float:
-    """Return when the first step of this asset started in this run, in seconds since the epoch: before it read text."""
-    operation = context.op_execution_context
-    name = operation.op_handle.path[0]
-    stats = context.instance.get_run_step_stats(operation.run_id)
-    of_asset = [each for each in stats if each.step_key.partition(".")[0] == name]
-    return min((each.start_time for each in of_asset if each.start_time is not None), default=0.0)
+    return None if raw is None else Observations(context, deployment, raw).newer_than(settings, path)

@@ -109,6 +109,8 @@ class CacheUnits(ABC):
     settings: Settings
     plan: PartitionPlan | None = None
     """None if the committed cache is current, so that no unit is needed."""
+    made_tokenizer: Outcome | None = None
+    """The tokenizer of the plan, which the seal installs; None if the folder's counts, or none is needed."""
     _measurement: Measurement
 
     @property
@@ -126,6 +128,11 @@ class CacheUnits(ABC):
     def budget(self) -> int | None:
         """Tokens of all units, if known before the build."""
         return None
+
+    @property
+    @abstractmethod
+    def recipe_fingerprint(self) -> str:
+        """Sha256 of the recipe: of the plan, or the current cache."""
 
     @abstractmethod
     def states(self) -> list[Unit]:
@@ -256,6 +263,7 @@ class Units(CacheUnits):
         self._fixes = fixes
         made = self._made_tokenizer(refresh) if self.source.family.takes_tokenizer else None
         tokenizer = None if made is None else tokenizer_for(settings, self.source, made.path)
+        self.made_tokenizer = made
         self._inputs = Inputs(settings, self.source, tokenizer, made)
         self._listing = listing_of(self.source)
         self._find(observed, asks_hub=refresh and self.source.kind == "hub")
@@ -268,6 +276,11 @@ class Units(CacheUnits):
     def budget(self) -> int | None:
         """Tokens of both budgets; None without budgets."""
         return self.source.budget(self.settings)
+
+    @property
+    def recipe_fingerprint(self) -> str:
+        """Sha256 of the recipe: of the plan, or the current cache."""
+        return self.asked.fingerprint
 
     def is_current(self) -> bool:
         """Return whether the committed cache has the plan's recipe."""

@@ -32,7 +32,7 @@ from niels_gpt.storage.fileio import META_NAME, canonical_json
 from pipelines.deployment import Deployment, HomeAssets
 from pipelines.resources import WaitConfig
 from pipelines.steps import progress_log, step
-from pipelines.versions import DATA_VERSION, INPUT_VERSION
+from pipelines.versions import INPUT_VERSION
 
 CHECK = "is_there"
 _DIGITS = 12
@@ -68,10 +68,9 @@ def _asset(deployment: Deployment, line: Line) -> dg.AssetsDefinition:
         with step(context, deployment):
             progress = progress_log(context, "files", "bytes")
             done = deliver(run.settings, line, wait=run.wait, progress=progress)
-        tags = {DATA_VERSION: done.content_sha256}
-        if is_ours:
-            tags[f"{INPUT_VERSION}/{cache.to_user_string()}"] = done.content_sha256
-        return dg.MaterializeResult(metadata=_metadata(done), tags=tags)
+        version = done.content_sha256
+        tags = {f"{INPUT_VERSION}/{cache.to_user_string()}": version} if is_ours else None
+        return dg.MaterializeResult(metadata=_metadata(done), data_version=dg.DataVersion(version), tags=tags)
 
     made: dg.AssetsDefinition = output
     return made

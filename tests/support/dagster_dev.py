@@ -18,6 +18,14 @@ _LAUNCH = """mutation ($given: ExecutionParams!) { launchRun(executionParams: $g
   __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message }
   ... on RunConfigValidationInvalid { errors { message } } } }"""
 _RUNS = "{ runsOrError { ... on Runs { results { runId status } } } }"
+_BACKFILL = """mutation ($given: LaunchBackfillParams!) { launchPartitionBackfill(backfillParams: $given) {
+  __typename ... on LaunchBackfillSuccess { backfillId } ... on PythonError { message } } }"""
+_BACKFILLED = """query ($id: String!) { partitionBackfillOrError(backfillId: $id) { ... on PartitionBackfill {
+  runs(limit: 100) { id status tags { key value } } } } }"""
+_AGAIN = """mutation ($given: ReexecutionParams!) { launchRunReexecution(reexecutionParams: $given) {
+  __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message } } }"""
+_PARTITIONS = """query ($key: AssetKeyInput!) { assetNodeOrError(assetKey: $key) { ... on AssetNode {
+  partitionStats { numMaterialized numFailed } } } }"""
 _TERMINATE = """mutation ($run: String!, $policy: TerminateRunPolicy) {
   terminateRun(runId: $run, terminatePolicy: $policy) { __typename } }"""
 
@@ -76,6 +84,31 @@ class Dev:
         answer = self.ask(_LAUNCH, given=given)["launchRun"]
         assert answer["__typename"] == "LaunchRunSuccess", answer
         return str(answer["run"]["runId"])
+
+    def backfill(self, asset, total):
+        """Backfill all partitions of an asset as the UI's button does; return each one's run and its status."""
+        given = {"assetSelection": [{"path": asset.split("/")}], "allPartitions": True}
+        answer = self.ask(_BACKFILL, given=given)["launchPartitionBackfill"]
+        assert answer["__typename"] == "LaunchBackfillSuccess", answer
+
+        def finished():  # the backfill's own status comes half a minute later
+            runs = self.ask(_BACKFILLED, id=answer["backfillId"])["partitionBackfillOrError"]["runs"]
+            return [run for run in runs if run["status"] in ("SUCCESS", "FAILURE")][total - 1 :] and runs
+
+        runs = until(finished, "the backfill")
+        tags = [{tag["key"]: tag["value"] for tag in run["tags"]} for run in runs]
+        return {each["dagster/partition"]: (run["id"], run["status"]) for each, run in zip(tags, runs, strict=True)}
+
+    def again(self, run):
+        """Execute a failed run again as the UI's button does, and return the new one's id."""
+        answer = self.ask(_AGAIN, given={"parentRunId": run, "strategy": "FROM_FAILURE"})["launchRunReexecution"]
+        assert answer["__typename"] == "LaunchRunSuccess", answer
+        return str(answer["run"]["runId"])
+
+    def partitions(self, asset):
+        """Return how many partitions of an asset the UI shows as materialized, and as failed."""
+        stats = self.ask(_PARTITIONS, key={"path": asset.split("/")})["assetNodeOrError"]["partitionStats"]
+        return stats["numMaterialized"], stats["numFailed"]
 
     def statuses(self):
         """Return the status of every run by its id."""

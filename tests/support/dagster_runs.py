@@ -38,13 +38,17 @@ def run(
     build: dict[str, Any] | None = None,
     run_config: dict[str, Any] | None = None,
     raise_on_error: bool = True,
+    partition: str | None = None,
+    tags: dict[str, str] | None = None,
+    **deployment: Any,
 ) -> dg.ExecuteInProcessResult:
     """Materialize or observe the assets `keys`, checks included; where none is named, the tokenizer and its caches.
 
     config, build: settings, and the config of the steps of `keys`, in the run's config, as a Launchpad gives them.
+    deployment: more of `niels_definitions`.
     """
     quiet = dg.Definitions(loggers={"console": dg.colored_console_logger})  # named, it speaks from INFO on
-    definitions = dg.Definitions.merge(niels_definitions(settings=settings), quiet)
+    definitions = dg.Definitions.merge(niels_definitions(settings=settings, **deployment), quiet)
     named = dg.AssetSelection.assets(*[key.split("/") for key in keys])
     selection = named if keys else dg.AssetSelection.all() - dg.AssetSelection.groups("eagle3")
     job = definitions.resolve_implicit_global_asset_job_def().get_subset(
@@ -53,7 +57,8 @@ def run(
     given = {"resources": {"settings": {"config": config}}} if config else run_config or {}
     if build:
         given = {**given, "ops": {key.replace("/", "__"): {"config": build} for key in keys}}
-    return job.execute_in_process(instance=instance, run_config=given, raise_on_error=raise_on_error)
+    how = {"run_config": given, "raise_on_error": raise_on_error, "partition_key": partition, "tags": tags}
+    return job.execute_in_process(instance=instance, **how)
 
 
 def metadata(result: dg.ExecuteInProcessResult) -> dict[str, dict[str, Any]]:
@@ -81,18 +86,26 @@ def built(result: dg.ExecuteInProcessResult) -> set[str]:
     return {key for key, entries in metadata(result).items() if entries["run/state"] == "built"}
 
 
-def stale(instance: dg.DagsterInstance, settings: Settings, **arguments: Any) -> dict[str, str]:
-    """Return the caches and the tokenizer that the UI shows as stale, each with the first reason that it gives.
+def stale(instance: dg.DagsterInstance, settings: Settings, **deployment: Any) -> dict[str, str]:
+    """Return the caches, their partitions and the tokenizer that the UI shows as stale, each with its first reason.
 
     The UI's GraphQL server asks the same resolver (dagster_graphql/schema/asset_graph.py).
     """
-    graph = niels_definitions(settings=settings, **arguments).resolve_asset_graph()
+    return stale_in(instance, niels_definitions(settings=settings, **deployment))
+
+
+def stale_in(instance: dg.DagsterInstance, definitions: dg.Definitions) -> dict[str, str]:
+    """Return the same of the assets of any definitions."""
+    graph = definitions.resolve_asset_graph()
     resolver = CachingStaleStatusResolver(instance, graph, LoadingContextForTest(instance))
-    return {
-        key.to_user_string(): resolver.get_stale_causes(key)[0].reason
-        for key in graph.materializable_asset_keys
-        if resolver.get_status(key).value == "STALE"
-    }
+    found = dict[str, str]()
+    for key in graph.materializable_asset_keys:
+        partitions = graph.get(key).partitions_def
+        for number in [None] if partitions is None else partitions.get_partition_keys():
+            if resolver.get_status(key, number).value == "STALE":
+                name = "/".join([*key.path, *([number] if number else [])])
+                found[name] = resolver.get_stale_causes(key, number)[0].reason
+    return found
 
 
 def verdicts(result: dg.ExecuteInProcessResult) -> dict[str, tuple[bool, str]]:

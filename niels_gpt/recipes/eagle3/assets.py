@@ -294,6 +294,11 @@ class TargetUnits(CacheUnits):
                 if not (self.is_current() or self._is_committed(there)):
                     self.plan, self._prepared = self._fixed(there, fixes)
 
+    @property
+    def recipe_fingerprint(self) -> str:
+        """Sha256 of the recipe: of the plan, or the current cache."""
+        return self.fingerprint
+
     # --- which plan ---
 
     def _find(self, refresh: bool, observed: str | None) -> None:
