@@ -1,6 +1,6 @@
 """The component NielsCaches: the caches in a Dagster project, by a few lines of YAML.
 
-The schema of `settings` is made of the fields of niels_gpt.settings, so that `dg check yaml` names what is misspelt.
+The schema of `settings` is made of the fields of niels_gpt.settings, so that `dg check yaml` names a misspelt one.
 """
 
 from dataclasses import Field as Setting
@@ -15,8 +15,6 @@ from pydantic import (
     BaseModel,
     Field,
     PlainSerializer,
-    TypeAdapter,
-    ValidationError,
     WithJsonSchema,
     WrapValidator,
     create_model,
@@ -26,6 +24,7 @@ from niels_gpt.settings import Settings
 from pipelines.automation import SWITCHES
 from pipelines.definitions import niels_definitions
 from pipelines.deployment import CacheTranslator
+from pipelines.resources import parsed
 
 _TYPES: dict[str, Any] = get_type_hints(Settings)
 _JSON = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
@@ -33,6 +32,7 @@ _LIMITS = {"least": ("ge", "minimum"), "most": ("le", "maximum"), "below": ("lt"
 """Of a setting's metadata: what pydantic and JSON schema call them."""
 _IS_TEMPLATE = "{{"
 """A text with it is a template of Dagster, such as {{ env.THREADS }}: what it gives is checked once it is known."""
+_NO_TEMPLATE = {"type": "string", "not": {"pattern": r"\{\{"}}
 
 
 # --- the schema of the settings ---------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ _IS_TEMPLATE = "{{"
 def _of_setting(setting: Setting[Any]) -> tuple[Any, Any]:
     """Return the type and the default of a setting in a pydantic model.
 
-    Its JSON schema is an if and an else, not a union: so `dg check yaml` says "0 is less than the minimum of 1".
+    Its JSON schema is no union: so `dg check yaml` says "0 is less than the minimum of 1".
     """
     kind = _TYPES[setting.name]
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
@@ -49,7 +49,7 @@ def _of_setting(setting: Setting[Any]) -> tuple[Any, Any]:
     schema: dict[str, Any] = {"type": [_JSON[each] for each in kinds] if len(kinds) > 1 else _JSON[kind]}
     schema |= {_LIMITS[limit][1]: value for limit, value in given.items()}
     if str not in kinds:
-        schema = {"if": {"type": "string", "pattern": r"\{\{"}, "else": schema}
+        schema |= {"type": [schema["type"], "string"], "if": _NO_TEMPLATE, "then": {"type": schema["type"]}}
     schema |= {"description": setting.metadata["help"], "default": setting.default}
     strict = Field(strict=True, **{_LIMITS[limit][0]: value for limit, value in given.items()})
     typed: Any = Annotated[kind, strict, WrapValidator(_or_template), PlainSerializer(lambda value: value)]
@@ -79,13 +79,8 @@ _PARTITIONS = WithJsonSchema(SettingsModel.model_json_schema()["properties"]["pa
 
 def _as_settings(context: dg.ResolutionContext, model: BaseModel) -> Settings:
     """Return the settings that YAML gives; the defaults for the others. Raises: ValueError that names a setting."""
-    given = dict(context.resolve_value(model.model_dump(exclude_unset=True)))
-    for name, value in given.items():
-        try:
-            given[name] = TypeAdapter(_TYPES[name]).validate_python(value)  # a template's text into numbers
-        except ValidationError as error:
-            raise ValueError(f"settings.{name} is {value!r}: {error.errors()[0]['msg']}") from None
-    return Settings(**given)
+    given = context.resolve_value(model.model_dump(exclude_unset=True))
+    return Settings(**parsed(given, "settings.{}".format))  # a template's text into numbers
 
 
 # --- paths ------------------------------------------------------------------------------------------------------------
@@ -98,15 +93,17 @@ def _from(root: Path, settings: Settings) -> Settings:
         return str(root / Path(text).expanduser())
 
     changed: dict[str, Any] = {name: placed(getattr(settings, name)) for name in ("cache_dir", "roam_dir")}
-    if settings.source_root not in ("hub", "sample"):
-        changed["source_root"] = placed(settings.source_root)
-    for name in ("exclude", "chat_template", "tokenizer", "eagle3_target", "eagle3_source", "sources_file"):
-        text = getattr(settings, name)  # a path, or the id or name of something
-        if text and (text.startswith(".") or (root / text).exists()):
+    for name, others in (("source_root", ("hub", "sample")), ("exclude", ()), ("chat_template", ("tokenizer",))):
+        if (text := getattr(settings, name)) and text not in others:
             changed[name] = placed(text)
+    for name in ("tokenizer", "eagle3_target", "sources_file"):  # an id of the hub is no file here
+        if (text := getattr(settings, name)) and (text.startswith(".") or (root / text).exists()):
+            changed[name] = placed(text)
+    if set(settings.eagle3_source) & set("/.*"):  # which no name of a source has
+        changed["eagle3_source"] = placed(settings.eagle3_source)
     for name in ("pretrain", "sft", "rollouts"):
-        lines = [line.partition("=") for line in (getattr(settings, name) or "").split(";")]
-        if getattr(settings, name):
+        lines = [line.partition("=") for line in (getattr(settings, name) or "").split(";") if line.strip()]
+        if lines:
             changed[name] = ";".join(f"{left}{equals}{placed(files.strip())}" for left, equals, files in lines)
     return replace(settings, **changed)
 
@@ -126,7 +123,7 @@ def _words_of(path: str) -> dict[str, str]:
 
 
 class NewCaches(BaseModel):
-    """What `dg scaffold defs pipelines.NielsCaches` takes."""
+    """Flags of `dg scaffold defs pipelines.NielsCaches`."""
 
     prefix: str | None = Field(None, description="stands before the key of every asset")
     source_root: str = Field("sample", description="source of the text: hub, sample, or the folder of a mirror")
@@ -138,7 +135,7 @@ class CachesScaffolder(dg.Scaffolder[NewCaches]):
 
     @classmethod
     def get_scaffold_params(cls) -> type[NewCaches]:
-        """Return what the command takes."""
+        """Return the flags of the command."""
         return NewCaches
 
     def scaffold(self, request: dg.ScaffoldRequest[NewCaches]) -> None:
@@ -158,11 +155,6 @@ class NielsCaches(CacheTranslator, dg.Component, dg.Resolvable, dg.Model):
 
     To change single assets, write `translation`, with the words `path` (sft/oasst1), `family`, `name` and `spec`; or
     subclass the component and define `get_asset_spec(path, spec)`.
-
-        type: pipelines.NielsCaches
-        attributes:
-          prefix: llm
-          settings: {source_root: data/mirror, cache_dir: data/cache}
     """
 
     settings: Annotated[Settings, dg.Resolver(_as_settings, model_field_type=SettingsModel), _SETTINGS] = Field(
@@ -194,7 +186,7 @@ class NielsCaches(CacheTranslator, dg.Component, dg.Resolvable, dg.Model):
 
     @classmethod
     def get_spec(cls) -> dg.ComponentTypeSpec:
-        """Return what the list of components has about this one."""
+        """Return the tags of the component, and the kinds of its definitions."""
         made = ("asset", "asset_check", "job", "resource", "schedule", "sensor")
         return dg.ComponentTypeSpec(tags=["llm", "training-data", "tokens"], produces=made)
 

@@ -61,7 +61,7 @@ class RunSettings(dg.ConfigurableResource[Any]):
         try:
             for name in named.keys() & _EARLIER.keys():
                 raise ValueError(f"{name}: {_EARLIER[name]}")
-            return replace(self.deployment, **_parsed(named))
+            return replace(self.deployment, **parsed(named))
         except ValueError as error:
             raise dg.Failure(f"{self.place}.{error}", allow_retries=False) from error
 
@@ -77,7 +77,7 @@ def settings_resource(settings: Settings, name: str = "settings") -> Any:
     return made.configure_at_launch()
 
 
-def _parsed(given: Mapping[str, Any], called: Callable[[str], str] = str) -> dict[str, Any]:
+def parsed(given: Mapping[str, Any], called: Callable[[str], str] = str) -> dict[str, Any]:
     """Return the values of settings: text becomes numbers. Raises: ValueError naming each that has another type."""
     chosen, problems = dict[str, Any](), list[str]()
     for name, value in given.items():
@@ -109,7 +109,7 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Settin
             f"{_variable(name)}: there is no setting of this name.{meant}\n`{PROGRAM} build --help` lists the others: "
             f"the flag --seed is {_variable('seed')}"
         )
-    return Settings(**{"source_root": "sample", **_parsed(given, _variable)})
+    return Settings(**{"source_root": "sample", **parsed(given, _variable)})
 
 
 def _variable(name: str) -> str:

@@ -4,12 +4,14 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 
 import dagster as dg
 import pytest
+import yaml
 from dagster.components.testing import create_defs_folder_sandbox
 from pydantic import ValidationError
+from support import ROOT
+from support.documents import blocks_of
 
 from niels_gpt.settings import Settings
 from pipelines import NielsCaches
@@ -68,6 +70,7 @@ def test_yaml_gives_what_the_function_gives():
         "tags": {"tier": "gold"},
         "op_tags": {"dagster-k8s/config": {"container_config": {}}},
         "automation": ["observe", "files"],
+        "static_partitions": True,
         "repository": "https://code.example/llm/blob/v1",
     }
     with loaded(attributes) as (root, made):
@@ -77,7 +80,8 @@ def test_yaml_gives_what_the_function_gives():
             "roam_dir": str(root / "data/roam"),
         }
         settings = Settings(source_root="sample", vocab_size=400, partitions=2, **where)
-        given = {name: attributes[name] for name in ("group_prefix", "owners", "tags", "op_tags", "automation")}
+        names = ("group_prefix", "owners", "tags", "op_tags", "automation", "static_partitions")
+        given = {name: attributes[name] for name in names}
         assert facts(made) == facts(niels_definitions("team/llm", settings, **given))
         graph = made.resolve_asset_graph()
         node = graph.get(dg.AssetKey(["team", "llm", "sft", "mine"]))
@@ -133,8 +137,9 @@ def test_the_schema_has_every_setting_with_its_help_default_and_bounds():
     assert {name: (each["description"], each["default"]) for name, each in of_settings.items()} == {
         each.name: (each.metadata["help"], each.default) for each in fields(Settings)
     }
-    assert of_settings["partitions"]["else"] == {"type": "integer", "minimum": 1, "maximum": 100_000}
-    assert of_settings["rollouts_val_frac"]["else"] == {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
+    bounds = {"type": ["integer", "string"], "minimum": 1, "maximum": 100_000}
+    assert of_settings["partitions"].items() >= bounds.items()
+    assert of_settings["rollouts_val_frac"].items() >= {"minimum": 0, "exclusiveMaximum": 1}.items()
     assert of_settings["exclude"]["type"] == ["string", "null"]
     undescribed = [name for name, each in schema.items() if not each.get("description")]
     assert not undescribed
@@ -157,6 +162,19 @@ def test_a_wrong_attribute_is_named_when_it_loads(attributes, place):
     assert place in places
 
 
+PAGE = (ROOT / "docs" / "deployment.md").read_text()
+SHOWN = [block.body for block in blocks_of(PAGE) if block.body.startswith("type: pipelines.NielsCaches")]
+
+
+@pytest.mark.parametrize("block", SHOWN, ids=range(len(SHOWN)))
+def test_the_yaml_of_the_page_is_a_component(block, monkeypatch):
+    monkeypatch.setenv("CACHE_DIR", "/data/cache")
+    given = yaml.safe_load(block)["attributes"]
+    made = NielsCaches.from_attributes_dict(attributes=given)
+    assert made.prefix == "llm" and made.settings.cache_dir.endswith("data/cache")
+    assert made.model_fields_set == given.keys()
+
+
 def test_the_package_loads_no_dagster_and_shows_the_component():
     code = "import sys, pipelines; assert 'dagster' not in sys.modules and 'NielsCaches' in dir(pipelines)"
-    assert not subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode
+    assert not subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode

@@ -94,7 +94,8 @@ def test_the_commands_of_dg_work_in_the_checkout(checkout):
     assert checked.returncode == 0, checked.stdout + checked.stderr
     listed = dg(checkout, "dg list defs --json")
     assert {*CHATS, "tokenizer"} <= {each["asset_key"] for each in json.loads(listed.stdout)["assets"]}
-    done = dg(checkout, "dg launch --assets 'sft/*'", PYTHONWARNINGS="default")
+    one_process = json.dumps({"execution": {"config": {"in_process": True}}})
+    done = dg(checkout, f"dg launch --assets 'sft/*' --config-json '{one_process}'", PYTHONWARNINGS="default")
     assert done.returncode == 0, done.stderr
     assert "Supersession" not in done.stdout + done.stderr
     for name in CHATS:
@@ -106,4 +107,4 @@ def test_dev_serves_the_code_location(checkout):
     with dagster_dev(checkout, "dg dev --host 127.0.0.1 --port 3000", HOME=str(checkout)) as served:
         found = served.ask("{ workspaceOrError { ... on Workspace { locationEntries { name loadStatus } } } }")
     (location,) = found["workspaceOrError"]["locationEntries"]
-    assert location["loadStatus"] == "LOADED"
+    assert location == {"name": "niels_gpt", "loadStatus": "LOADED"}

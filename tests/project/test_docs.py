@@ -49,6 +49,9 @@ def test_every_flag_named_in_a_document_exists():
                 "--config-json",
                 "--config-settings",
                 "--dataloader",
+                "--assets",
+                "--json",
+                "--prefix",
             }:  # of other tools
                 assert flag.replace("_", "-") in known or flag in written, f"{document.name}: {flag}"
 
