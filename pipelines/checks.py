@@ -14,6 +14,7 @@ from niels_gpt.storage.checks import Check, Value, Verdict
 from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.remedies import build_again
 from pipelines.deployment import Deployment
+from pipelines.versions import PARTITIONS, static_partitions_of
 
 _DIGITS = 6  # of a share
 CAUSED_ELSEWHERE = frozenset({"tokenizer_matches", "positions"})
@@ -110,5 +111,8 @@ def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verd
     said = "; ".join([*shown, *([f"and {rest} more in all_problems"] if rest > 0 else [])])
     if not repairs:
         return said
-    scratch = f": that builds it from scratch, once. At any time, with the run config `{deployment.forced(path)}`"
+    if path in static_partitions_of(deployment):
+        asset, forced = deployment.key(PARTITIONS + path).to_user_string(), deployment.forced(PARTITIONS + path)
+        return f"{said}\n\nMaterialize all of `{asset}` with the run config `{forced}`, then `{key.to_user_string()}`"
+    scratch = f", which repairs it. From scratch, at any time: with the run config `{deployment.forced(path)}`"
     return f"{said}\n\nMaterialize `{key.to_user_string()}`{'' if is_missing else scratch}"
