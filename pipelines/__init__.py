@@ -12,7 +12,7 @@ versions.py     the versions that Dagster compares: code versions, and data vers
 checks.py       the asset checks, made of the rules of niels_gpt.kinds
 metadata.py     the entries of a finished asset's page: figures of the kind, meta.json, a picture, decoded examples
 describe.py     the page of an asset before it is materialized
-automation.py   jobs, the schedule of observations, and the sensors; all off by default
+automation.py   jobs and sensors; these are off by default
 resources.py    niels_gpt.settings as a run's config, and as environment variables
 
 No module here may use `from __future__ import annotations`: Dagster reads the annotations of assets as types.

@@ -17,7 +17,7 @@ from niels_gpt.recipes.records import TOKENIZER_KEY
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.recipes.user_sources import user_sources
 from pipelines.deployment import Deployment
-from pipelines.metadata import observation_metadata
+from pipelines.metadata import LISTING, listing_digest, observation_metadata
 from pipelines.resources import BuildConfig
 from pipelines.steps import (
     NETWORK_RETRIES,
@@ -56,13 +56,17 @@ def _observable(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition
     def raw(context: dg.AssetExecutionContext) -> Iterator[dg.ObserveResult]:
         run = deployment.run(context)
         with clear_errors(deployment):
+            listing = listing_digest(run.settings, spec.key)  # before the files are read: they may change meanwhile
             provenance, warning = look_at(context, deployment, run.settings, spec.key)
         if warning:
             context.log.warning(warning)
         yield dg.ObserveResult(
             asset_key=context.asset_key,
             data_version=dg.DataVersion(provenance["fingerprint"]),
-            metadata=observation_metadata(run.settings, spec.key, provenance, warning),
+            metadata={
+                **observation_metadata(run.settings, spec.key, provenance, warning),
+                **({LISTING: listing} if listing else {}),
+            },
             tags={HUB_ASKED: "no"} if warning else None,
         )
 

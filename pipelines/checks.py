@@ -13,6 +13,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.checks import Check, Value, Verdict
 from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.remedies import build_again
+from niels_gpt.storage.versions import committed_version, note_check
 from pipelines.deployment import Deployment
 from pipelines.versions import PARTITIONS, static_partitions_of
 
@@ -55,10 +56,16 @@ def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
     def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
         names = {selected.name for selected in context.selected_asset_check_keys}
         settings = deployment.run(context).settings
-        outside = _kind(path).outside_checks.keys()
+        cache, outside = cache_root(settings) / path, _kind(path).outside_checks.keys()
+        version = committed_version(cache)
         # These need more than the cache: if that is missing, no other check fails.
         for some in filter(None, (names - outside, names & outside)):
             for name, verdict in _verdicts(settings, path, some).items():
+                if _is_of_build(rules[name], verdict):
+                    try:
+                        note_check(cache, version, name, has_failed=bool(verdict.problems))
+                    except (CacheError, OSError) as error:
+                        context.log.warning(f"{path}: no build will know that {name} was checked: {error}")
                 for problem in verdict.problems[:1]:  # an event of a check is not on the console
                     context.log.log("ERROR" if rules[name].blocking else "WARNING", f"{path}: {name}: {problem}")
                 yield _result(deployment, key, rules[name], verdict)
@@ -78,6 +85,11 @@ def _verdicts(settings: Settings, path: str, names: set[str]) -> Mapping[str, Ve
         is_damage = isinstance(error, CacheError) and cache.exists() and not names & outside.keys()
         values: dict[str, Value] = {} if is_damage else {NOT_THERE: "yes"}
         return {name: Verdict([str(error)], values=values) for name in names}
+
+
+def _is_of_build(rule: Check, verdict: Verdict) -> bool:
+    """Whether a build from scratch may repair what a check finds."""
+    return rule.blocking and rule.name not in CAUSED_ELSEWHERE and NOT_THERE not in verdict.values
 
 
 def _result(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verdict) -> dg.AssetCheckResult:
@@ -105,7 +117,7 @@ def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verd
     path = deployment.path_of(key)
     problems, command = verdict.problems, f". {build_again(cache_root(deployment.settings) / path)}"
     is_missing = NOT_THERE in verdict.values and all(problem.endswith(command) for problem in problems)
-    repairs = is_missing or (rule.blocking and rule.name not in CAUSED_ELSEWHERE and NOT_THERE not in verdict.values)
+    repairs = is_missing or _is_of_build(rule, verdict)
     rest = len(problems) - _SHOWN_PROBLEMS
     shown = [problem.removesuffix(command) if repairs else problem for problem in problems[:_SHOWN_PROBLEMS]]
     said = "; ".join([*shown, *([f"and {rest} more in all_problems"] if rest > 0 else [])])

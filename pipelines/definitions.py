@@ -26,7 +26,7 @@ from niels_gpt.recipes.records import cache_root
 from niels_gpt.settings import Settings
 from niels_gpt.storage.remedies import PROGRAM
 from pipelines import assets, partitions
-from pipelines.automation import automation_of, condition_of, switched_on
+from pipelines.automation import HOURLY, automation_of, condition_of, switched_on
 from pipelines.checks import checks_of
 from pipelines.deployment import CacheTranslator, Deployment, HomeAssets
 from pipelines.describe import code_link, described
@@ -44,6 +44,8 @@ def niels_definitions(
     op_tags: Mapping[str, Any] | None = None,
     group_prefix: str = "",
     automation: bool | Collection[str] = False,
+    observe_cron: str = HOURLY,
+    freshness: dg.FreshnessPolicy | None = None,
     static_partitions: bool = False,
     repository: str | None = None,
     translator: CacheTranslator | None = None,
@@ -58,11 +60,10 @@ def niels_definitions(
         user-defined sources appear when the definitions are reloaded.
     owners, tags: of every asset, in Dagster's form. op_tags: of every step that builds.
     group_prefix: stands before the name of every group.
-    automation: schedules and sensors that are on from the start; True: all. See `pipelines.automation`.
-    static_partitions: with settings.partitions above 1, a cache has Dagster's own partitions in place of a step for
-        each. See `pipelines.partitions`.
-    repository: where the files of this version of niels_gpt lie, such as https://HOST/ORG/REPOSITORY/blob/TAG. Then an
-        asset's page has a link to the module that makes it.
+    automation: sensors that are on from the start; True: all. observe_cron: when `observe` does it, in UTC.
+    freshness: of the tokenizer and the caches; None: Dagster evaluates none.
+    static_partitions: with settings.partitions above 1, Dagster's own partitions in place of a step for each.
+    repository: where the files of this version are, as https://HOST/ORG/REPOSITORY/blob/TAG, for links to the code.
     translator: changes keys, groups, owners, tags and dependencies of single assets.
     """
     deployment = Deployment(
@@ -73,6 +74,8 @@ def niels_definitions(
         op_tags=dict(op_tags or {}),
         group_prefix=group_prefix,
         automation=switched_on(automation),
+        observe_cron=observe_cron,
+        freshness=freshness,
         static_partitions=static_partitions,
         repository=repository,
     )
@@ -113,7 +116,9 @@ def _translated(
         path = deployment.path_of(spec.key)
         if spec.code_version is None:  # exports and partitions have theirs, and are complete
             spec = described(deployment, spec).replace_attributes(
-                code_version=versions.get(path), automation_condition=condition_of(deployment, path)
+                code_version=versions.get(path),
+                automation_condition=condition_of(deployment, path),
+                freshness_policy=deployment.freshness if path in versions else None,
             )
         spec = spec.merge_attributes(metadata=code_link(deployment, path.removeprefix(PARTITIONS)))
         found[path] = translator.get_asset_spec(path, spec)

@@ -52,7 +52,11 @@ class Deployment:
     group_prefix: str = ""
     """Stands before the name of every group, such as llm/."""
     automation: frozenset[str] = frozenset()
-    """Schedules and sensors that are on from the start: see pipelines/automation.py."""
+    """Sensors that are on from the start: see pipelines/automation.py."""
+    observe_cron: str = "0 * * * *"
+    """When the sensor `observe` observes the sources: a cron expression, in UTC."""
+    freshness: dg.FreshnessPolicy | None = None
+    """Of every asset that is built; None: Dagster evaluates none."""
     static_partitions: bool = False
     """Whether caches in partitions have Dagster's own partitions: see pipelines/partitions.py."""
     repository: str | None = None
@@ -79,7 +83,7 @@ class Deployment:
         return next(changed, "/".join(key.path[len(self.prefix) :]))
 
     def name(self, path: str) -> str:
-        """Return the name of an op, a job, a schedule, a sensor or a resource: - and . become _, as Dagster does it."""
+        """Return the name of an op, a job, a sensor or a resource: - and . become _, as Dagster does it."""
         return "__".join([*self.prefix, *path.split("/")]).replace("-", "_").replace(".", "_")
 
     def group(self, family: str) -> str:

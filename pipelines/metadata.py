@@ -20,7 +20,7 @@ from niels_gpt.display.sketch import sketch
 from niels_gpt.kinds.kind import Cache, Held, Kind, kind_named, look_command
 from niels_gpt.kinds.look import tokenizer_for
 from niels_gpt.recipes.records import Outcome
-from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.recipes.resolve import listing_of, resolve_source
 from niels_gpt.recipes.tokenizer import opened
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import META_NAME, canonical_json
@@ -28,6 +28,9 @@ from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 
 Metadata = dict[str, dg.MetadataValue[Any]]
 
+LISTING = "listing"
+"""Entry of an observation: `listing_digest` of the files that it has read."""
+_LISTING_DIGITS = 16
 _MIB = 2**20
 _SHOWN_TOKENS = 120  # of an item in the table of examples
 _MOST_PARTITIONS = 100  # rows of a table in the event log
@@ -98,6 +101,15 @@ def data_version(path: Path, meta: Mapping[str, Any]) -> str:
     of_chats = [chat.template, sorted(chat.variables.items()), sorted(chat.special_tokens)]
     facts = [tokenizer.sha256, sorted(tokenizer.control_ids), tokenizer.eos_id, *of_chats]
     return sha256(canonical_json(facts)).hexdigest()
+
+
+def listing_digest(settings: Settings, name: str) -> str | None:
+    """Return sixteen digits of the names, sizes and times of a source's files; None of a dataset on the hub.
+
+    Raises: as `resolve_source`; OSError.
+    """
+    listing = listing_of(resolve_source(settings, name))
+    return listing and listing[:_LISTING_DIGITS]
 
 
 def observation_metadata(

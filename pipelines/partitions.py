@@ -209,10 +209,10 @@ def _plan_partitions(deployment: Deployment, upstream: Sequence[str]) -> dg.OpDe
         core = with_installed(asked.settings)
         unfinished: list[int] = []
         with step(context, deployment), suppress(LeftOut):  # the last step says so
-            start_over(context, deployment, asked, path)
+            damaged = start_over(context, deployment, asked, path)
             if is_in_partitions(core, path):
                 units = units_of(core, path, observed=newer_observation(context, deployment, core, path))
-                unfinished = units.unfinished()
+                unfinished = (units.plan and damaged) or units.unfinished()
                 done = f"{core.partitions - len(unfinished)} finished, {len(unfinished)} to build"
                 found = done if units.plan else "up to date"
                 context.log.info(f"{path}: {core.partitions} partitions: {found}")
@@ -411,7 +411,7 @@ def _is_first_attempt(context: dg.AssetExecutionContext) -> bool:
 def _as_seal(deployment: Deployment, plain: dg.AssetsDefinition) -> dg.AssetsDefinition:
     """Return an asset of a cache as the step that seals its partitions. It builds none: that may need other machines.
 
-    A damaged cache is repaired as any other.
+    But it mends a damaged cache by the partitions whose files have failed a check.
     """
     spec = plain.get_asset_spec()
     path = deployment.path_of(spec.key)
@@ -428,7 +428,8 @@ def _as_seal(deployment: Deployment, plain: dg.AssetsDefinition) -> dg.AssetsDef
     def cache(context: dg.AssetExecutionContext, config: WaitConfig) -> Iterator[dg.MaterializeResult[None]]:
         asked = _asked(context, deployment, config)
         with step(context, deployment):
-            start_over(context, deployment, asked, path)
+            for number in start_over(context, deployment, asked, path):
+                _built(context, units_of(with_installed(asked.settings), path), number, asked)
         # A partition of this plan that is finished stays as it is.
         again = f"Materialize all partitions of {PARTITIONS}{path} in one backfill, then {path}"
         yield from _sealed(context, deployment, asked, path, again)

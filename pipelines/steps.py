@@ -4,32 +4,38 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
 import dagster as dg
-from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus as Status
 
 from niels_gpt.display.bar import progress_lines
 from niels_gpt.kinds.kind import Kind, builds_alone, kind_of_key, kinds
 from niels_gpt.recipes.eagle3.request import NoExtra, NoTarget
-from niels_gpt.recipes.plan import built_at, every_key, every_recipe
+from niels_gpt.recipes.plan import every_key, every_recipe
 from niels_gpt.recipes.records import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
 from niels_gpt.recipes.request import restart
 from niels_gpt.recipes.tokenizer import with_installed
+from niels_gpt.recipes.unit_plans import damaged_units
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import code_of
 from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.locks import file_lock
-from niels_gpt.storage.versions import VERSIONS_DIR, build_lock, is_plan, refuse_if_building, versions_dir
+from niels_gpt.storage.versions import (
+    VERSIONS_DIR,
+    build_lock,
+    failed_checks,
+    is_plan,
+    refuse_if_building,
+    versions_dir,
+)
 from niels_gpt.storage.waits import Waits
 from niels_gpt.work import Progress
-from pipelines.checks import CAUSED_ELSEWHERE, NOT_THERE, rules_of
+from pipelines.checks import rules_of
 from pipelines.deployment import Deployment
 from pipelines.metadata import held_in_words, materialize_result
 from pipelines.resources import BuildConfig, Run
-from pipelines.versions import DATA_VERSION, inputs_of, newer_observation, report_found, upstream_of, version_tags
+from pipelines.versions import inputs_of, newer_observation, report_found, upstream_of, version_tags
 
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
 """Pretrain builds run one at a time, because each encodes on all cores. Within a run the tag enforces it, on one cache
@@ -42,8 +48,6 @@ NETWORK_RETRIES = dg.RetryPolicy(
     jitter=dg.Jitter.PLUS_MINUS,  # as long as the first
 )
 """After about 15, 45 and 105 seconds; only errors that may pass by themselves are retried (`clear_errors`)."""
-_HISTORY = 50
-"""Results of a check, and materializations, that are looked at for a build from scratch that did not help."""
 _CORE = "niels_gpt"
 _Result = TypeVar("_Result")
 _PAUSE_SECONDS = 0.2
@@ -102,12 +106,19 @@ def report_made_too(context: dg.AssetExecutionContext, deployment: Deployment, s
         report_found(context, deployment, settings, recipes[made_too](settings))
 
 
-def start_over(context: dg.AssetExecutionContext, deployment: Deployment, run: Run, path: str) -> None:
-    """Make the build of a cache start from scratch if the run or a failed check asks for it."""
+def start_over(context: dg.AssetExecutionContext, deployment: Deployment, run: Run, path: str) -> list[int]:
+    """Make the build of a cache start from scratch if the run or a failed check asks for it.
+
+    Returns the partitions that repair a damaged cache; for these it does not.
+    """
     why = why_from_scratch(context, deployment, run, path)
-    if why:
+    damaged = damaged_units(cache_root(run.settings) / path) if why and not run.force else []
+    if why and not damaged:
         waited_for(run, path, lambda: restart(run.settings, path))
-        context.log.info(f"{path}: built from scratch: {why}")
+    if why:
+        what = f"partition {', '.join(map(str, damaged))} alone is" if damaged else ""
+        context.log.info(f"{path}: {what or 'built from scratch'}: {why}")
+    return damaged
 
 
 def waited_for(run: Run, path: str, act: Callable[[], _Result]) -> _Result:
@@ -149,51 +160,21 @@ def why_from_scratch(context: dg.AssetExecutionContext, deployment: Deployment, 
     once for the same content. A retry, and the re-execution of a failed run, go on with what the first attempt has
     built.
     """
-    operation = context.op_execution_context
-    if getattr(operation, "retry_number", 0):  # an asset called as a function has none
-        return None
+    operation, cache = context.op_execution_context, cache_root(run.settings) / path
     # Without a recipe there is nothing, or a run that starts from scratch has not finished.
-    is_unfinished = "fingerprint" not in recorded_recipe(cache_root(run.settings) / path)
+    is_unfinished = "fingerprint" not in recorded_recipe(cache) and path != TOKENIZER_KEY
     if run.force:
-        is_again = is_unfinished and path != TOKENIZER_KEY and operation.run.parent_run_id is not None
+        is_retry = bool(getattr(operation, "retry_number", 0))  # an asset called as a function has none
+        is_again = is_retry or (is_unfinished and operation.run.parent_run_id is not None)
         return None if is_again else "force is set in its config"
-    return None if is_unfinished and path != TOKENIZER_KEY else _failed_check(context, deployment, run.settings, path)
-
-
-def _failed_check(
-    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str
-) -> str | None:
-    """Return which blocking check has failed since the asset was built, here or by the command line.
-
-    One that a build from scratch has not helped is logged: it failed before and after, for the same content.
-    """
-    key, fetch = deployment.key(path), context.instance.fetch_materializations
-    built = max([built_at(settings, path), *(record.timestamp for record in fetch(key, limit=1).records)])
-    names = [rule.name for rule in rules_of(path).values() if rule.blocking and rule.name not in CAUSED_ELSEWHERE]
-    for name in names:
-        history = context.instance.event_log_storage.get_asset_check_execution_history(
-            dg.AssetCheckKey(key, name),
-            limit=_HISTORY,
-            status={Status.FAILED, Status.SUCCEEDED},  # and not planned
-        )
-        failed = [
-            found.event.timestamp
-            for found in takewhile(lambda found: found.status == Status.FAILED, history)
-            if found.event and found.evaluation and NOT_THERE not in found.evaluation.metadata
-        ]
-        if not failed or failed[0] <= built:
-            continue
-        made = fetch(key, limit=_HISTORY).records
-        made = made[: 1 + sum(record.timestamp > failed[-1] for record in made)]  # to the one that failed first
-        facts = [(each.tags or {}, each.metadata) for record in made if (each := record.asset_materialization)]
-        same = [shown for tags, shown in facts if tags.get(DATA_VERSION) == facts[0][0].get(DATA_VERSION)]
-        if not any("run/state" in shown and shown["run/state"].value == "built" for shown in same[:-1]):
-            return f"its check {name} has failed since it was built"
+    failed = failed_checks(cache)
+    for name in (name for name in rules_of(path) if name in failed.in_vain):
         context.log.warning(
             f"{path}: its check {name} has failed for the same content before and after a build from scratch, so "
             f"another one does not help; the run config `{deployment.forced(path)}` repeats it"
         )
-    return None
+    found = [] if is_unfinished else [name for name in rules_of(path) if name in failed.repairable]
+    return f"its check {found[0]} has failed since it was built" if found else None
 
 
 def turn(run: Run, path: str) -> AbstractContextManager[None]:

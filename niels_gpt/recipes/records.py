@@ -38,7 +38,7 @@ from niels_gpt.storage.meta_json import (
     sha256_regular,
 )
 from niels_gpt.storage.remedies import build_command, recorded_settings
-from niels_gpt.storage.versions import RECIPE_NAME, public_path, versions_dir
+from niels_gpt.storage.versions import RECIPE_NAME, failed_checks, public_path, versions_dir
 
 if TYPE_CHECKING:  # `list` reads records alone
     from niels_gpt.data.exclude import Exclusion
@@ -162,9 +162,10 @@ def is_committed(path: Path, fingerprint: str) -> bool:
 
 
 def is_current(path: Path, fingerprint: str) -> bool:
-    """Return whether the committed cache has this recipe, and its files have the sizes in meta.json (D12)."""
+    """Return whether the committed cache has this recipe, its files have the sizes in meta.json (D12), and no check has
+    failed that a build may repair."""
     # Sizes only, so that a build of nothing takes milliseconds; `verify --deep` and the readers compare bytes.
-    if not is_committed(path, fingerprint):
+    if not is_committed(path, fingerprint) or failed_checks(path).repairable:
         return False
     version, meta_path = resolved(path), path / META_NAME
     try:

@@ -16,6 +16,7 @@ from typing import Any
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.engine.units import LISTINGS_NAME, PartitionPlan, UnitKind, plans_of
 from niels_gpt.kinds.kind import MALFORMED, Cache
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root, is_committed, is_current, recorded_recipe
 from niels_gpt.recipes.request import Inputs, Request
 from niels_gpt.recipes.tokenizer import is_id, is_of_hub
@@ -167,16 +168,35 @@ def partition_at(path: Path, name: str, begin: int, end: int) -> tuple[int, int]
 
     path: the public folder. name: of the file in it. begin, end: first byte, and byte after the last one.
     """
+    some, total = _units_at(path, name, begin, end)
+    return (some[0], total) if some else None
+
+
+def damaged_units(path: Path) -> list[int]:
+    """Return the units to build again for the damaged files of a sealed cache. Reads every file.
+
+    Returns [] if nothing is damaged, or no unit mends some of it: then the whole cache is built again.
+    """
+    found = set[int]()
+    for damage in find_damage(path, deep=True):
+        some, _ = _units_at(path, damage.file, damage.offset, damage.end)
+        if not some:
+            return []
+        found |= {*some}
+    return sorted(found)
+
+
+def _units_at(path: Path, name: str, begin: int, end: int) -> tuple[list[int], int]:
+    """Return the units with bytes in this part of a file of a sealed cache, and the total; [] as in `partition_at`."""
     try:
         cache = Cache.open(path)
         units_at = cache.kind.units.units_at if isinstance(cache.kind.units, UnitKind) else None
         is_sealed = "partitions" in cache.meta and is_committed(path, str(recorded_recipe(path).get("fingerprint")))
         if units_at is None or not is_sealed:
-            return None
-        some = units_at(cache.folder, cache.meta, name, begin, end)
+            return [], 0
+        return units_at(cache.folder, cache.meta, name, begin, end), int(cache.meta["partitions"]["total"])
     except (OSError, CacheError, *MALFORMED):
-        return None
-    return (some[0], int(cache.meta["partitions"]["total"])) if some else None
+        return [], 0
 
 
 def is_of_seal(plan: PartitionPlan) -> bool:

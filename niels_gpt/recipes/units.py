@@ -51,6 +51,7 @@ from niels_gpt.recipes.resolve import ResolvedSource, listing_of, resolve_source
 from niels_gpt.recipes.shared import check_shared_folder, code_identity
 from niels_gpt.recipes.tokenizer import stage_tokenizer, tokenizer_for, tokenizer_state
 from niels_gpt.recipes.unit_plans import (
+    damaged_units,
     differences,
     excluded_sha256,
     is_of_seal,
@@ -72,6 +73,8 @@ from niels_gpt.storage.versions import (
     build_lock,
     discard,
     discard_unfinished,
+    failed_checks,
+    note_built_again,
     refuse_foreign,
     refuse_if_building,
     versions_dir,
@@ -360,6 +363,17 @@ class Units(CacheUnits):
 
     # --- building and sealing ---
 
+    @property
+    def mends(self) -> bool:
+        """Whether a check of the sealed cache has failed, so that a build of a unit mends its damaged files."""
+        is_sealed = self.kind.mend is not None and is_committed(self.path, self.asked.fingerprint)
+        return is_sealed and bool(failed_checks(self.path).repairable)
+
+    def build(self, number: int, *, wait: bool = False, progress: Progress | None = None) -> MadeUnit:
+        """Build unit `number`, or mend the sealed cache by it: see `mends`. Raises: as `CacheUnits.build`."""
+        mended = self.mend(number, progress, wait=wait) if self.mends else None
+        return mended[0] if mended is not None else super().build(number, wait=wait, progress=progress)
+
     def states(self) -> list[Unit]:
         """Return the state of each unit in order; [] if the cache is current."""
         return [] if self.plan is None else [unit for unit in states_of(self.plan, self.kind) if unit.number >= 0]
@@ -370,6 +384,11 @@ class Units(CacheUnits):
         Waits for other processes that build a unit or seal. Reads the files of earlier units again; `progress` counts
         their tokens from 0. Raises: the errors of `build` and `seal`.
         """
+        if self.mends:
+            for number in damaged_units(self.path):
+                self.mend(number, progress, wait=True)
+            if self.is_current():
+                return self._finished(self.current_meta(), False)
         if self.plan is None:
             return self._finished(self.current_meta(), True)
         # Files written in this run were hashed while they were written; the seal reads files of earlier runs again.
@@ -437,7 +456,9 @@ class Units(CacheUnits):
                 discard(path)
         return True
 
-    def mend(self, number: int, progress: Progress | None = None) -> tuple[MadeUnit, Mended] | None:
+    def mend(
+        self, number: int, progress: Progress | None = None, *, wait: bool = False
+    ) -> tuple[MadeUnit, Mended] | None:
         """Build unit `number` of the sealed cache again, and replace its damaged files.
 
         Returns None, and does nothing, unless a cache of these settings and this text is sealed. A killed call is
@@ -453,11 +474,13 @@ class Units(CacheUnits):
             if unit.receipt is not None and self.kind.examine(version_folder(plan, unit), True, None)[1]:
                 self.restart(number)
             try:
-                receipt, reused = self._built(plan, partition, False, progress, mends=True)
+                receipt, reused = self._built(plan, partition, wait, progress, mends=True)
                 with build_lock(self.path, wait=True):
                     mended = self._mended_by(plan, number, self.kind.mend)
-                    if mended is not None and not mended.left and is_current(self.path, plan.fingerprint):
-                        discard_plan(plan)
+                    if mended is not None and not mended.left:
+                        note_built_again(self.path)
+                        if is_current(self.path, plan.fingerprint):
+                            discard_plan(plan)
             except CacheError as error:
                 if error.code == "E306" and is_current(self.path, plan.fingerprint):
                     with build_lock(self.path, wait=True):

@@ -11,6 +11,7 @@ replaced atomically if equal tokens get a new description:
     <parent>/.versions/NAME/adoptedN/      a folder without a content_sha256 that was at PATH before
     <parent>/.versions/NAME/attempts.json  number of runs of an unfinished build without progress, for a warning
     <parent>/.versions/NAME/recipe.json    the recipe of the committed version
+    <parent>/.versions/NAME/failed.json    checks of the committed version that have failed; see FailedChecks
     <parent>/.versions/NAME/lock           held by flock(2) during a build, with the builder's name; or a lease in the
                                            folder of caches takes its place: niels_gpt/storage/locks
 """
@@ -29,7 +30,7 @@ from typing import NamedTuple
 
 from niels_gpt.storage import fileio, locks
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import META_NAME, PathLike, write_bytes
+from niels_gpt.storage.fileio import META_NAME, PathLike, canonical_json, write_bytes
 from niels_gpt.storage.meta_json import (
     file_records,
     link_in_the_way,
@@ -46,7 +47,7 @@ VERSIONS_DIR = ".versions"
 VERSION_DIGITS = 12
 BUILDING, DAMAGED, LINK = "building", "damaged", "link"
 JOURNAL_SUFFIX = ".journal"
-JOURNAL_NAME, RECIPE_NAME = "journal.jsonl", "recipe.json"
+JOURNAL_NAME, RECIPE_NAME, FAILED_NAME = "journal.jsonl", "recipe.json", "failed.json"
 ATTEMPTS_NAME, LOCK_NAME = "attempts.json", "lock"
 PARTITIONS = "partitions"
 PLAN_NAME, PLAN_KIND = "plan.json", "partition_plan"
@@ -54,7 +55,7 @@ MAX_PLAN_BYTES = 1 << 22
 SHA256_DIGITS = re.compile("[0-9a-f]{64}")
 BUILD_NAME = re.compile(r"building-[0-9a-f]{12}(\.journal)?")
 _PARTITIONS = re.compile(PARTITIONS + "-[0-9a-f]{12}")
-_HALF_WRITTEN = re.compile(r"\.(recipe|meta|plan)\.json\.[0-9a-f]{8}\.tmp")  # of fileio.write_bytes
+_HALF_WRITTEN = re.compile(r"\.(recipe|failed|meta|plan)\.json\.[0-9a-f]{8}\.tmp")  # of fileio.write_bytes
 _BUILDERS_FILE = re.compile(r"[a-z0-9_]+\.(bin|bits|npy|txt|json|jsonl|model)")
 VERSION_NAME = re.compile(r"[0-9a-f]{12}|adopted\d+")
 PROBE = re.compile(r"\.probe-[0-9a-f]{8}")
@@ -349,6 +350,72 @@ def publish(version: Path, path: PathLike) -> None:
     fileio.symlink(Path(VERSIONS_DIR) / public.name / version.name, link)
     locks.check_lease(folder / LOCK_NAME)
     fileio.rename(link, public)
+    note_built_again(public)
+
+
+class FailedChecks(NamedTuple):
+    """Checks of the committed version that have failed, by name, in the file failed.json."""
+
+    repairable: frozenset[str] = frozenset()
+    """Since the version was built: the next build makes it again."""
+    in_vain: frozenset[str] = frozenset()
+    """Before and after a build of the same content: another one does not help."""
+
+
+def failed_checks(path: PathLike) -> FailedChecks:
+    """Return the checks of the committed version that have failed and not passed since."""
+    failed, built_for = _failures(path, committed_version(path))
+    return FailedChecks(frozenset(failed - built_for), frozenset(failed & built_for))
+
+
+def committed_version(path: PathLike) -> str | None:
+    """Return the name of the version that the public name links to; None without one."""
+    with suppress(OSError):
+        return os.path.basename(os.readlink(path))
+    return None
+
+
+def note_check(path: PathLike, version: str | None, name: str, *, has_failed: bool) -> None:
+    """Record that a check of a version has failed or passed. Does nothing if that is known, or for another version.
+
+    name: of a check whose failure a build from scratch may repair. Raises: as `build_lock`; OSError.
+    """
+
+    def with_it() -> tuple[set[str], set[str]]:
+        failed, built_for = _failures(path, version)
+        return (failed | {name}, built_for) if has_failed else (failed - {name}, built_for - {name})
+
+    if version is None or with_it() == _failures(path, version):
+        return
+    with build_lock(path):
+        if committed_version(path) == version:
+            _write_failures(path, version, *with_it())
+
+
+def note_built_again(path: PathLike) -> None:
+    """Record that the committed version was just built, or mended. `build_lock` is held."""
+    version = committed_version(path)
+    failed, built_for = _failures(path, version)
+    if version is not None and os.path.lexists(versions_dir(path) / FAILED_NAME):
+        _write_failures(path, version, set(), failed | built_for)
+
+
+def _failures(path: PathLike, version: str | None) -> tuple[set[str], set[str]]:
+    """Return the checks that have failed since a version was built, and those for which it was built again."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        found = parse_object(read_regular(versions_dir(path) / FAILED_NAME))
+        if found["version"] == version:
+            return set(map(str, found["failed"])), set(map(str, found["built_again_for"]))
+    return set(), set()
+
+
+def _write_failures(path: PathLike, version: str, failed: set[str], built_for: set[str]) -> None:
+    file = versions_dir(path) / FAILED_NAME
+    if failed or built_for:
+        content = {"built_again_for": sorted(built_for), "failed": sorted(failed), "version": version}
+        write_bytes(file, canonical_json(content))
+    else:
+        fileio.remove(file)
 
 
 def _same_files(left: Path, right: Path) -> bool:

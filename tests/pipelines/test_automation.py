@@ -1,9 +1,10 @@
-"""Jobs, the schedule and the sensors: what they are of, when they ask for a run, and that nothing is on by itself."""
+"""Jobs and sensors: what they are of, when they ask for a run, and that nothing is on by itself."""
 
 import json
 import os
 import shutil
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,18 @@ def test_everything_is_off_unless_it_is_named():
         niels_definitions(automation=["hourly"])
 
 
+def test_freshness_is_of_what_is_built_and_by_default_of_nothing():
+    def policies(**given):
+        specs = niels_definitions(settings=Settings(source_root="sample"), **given).resolve_all_asset_specs()
+        return {spec.key.to_user_string(): spec.freshness_policy for spec in specs if spec.freshness_policy}
+
+    daily = dg.FreshnessPolicy.cron(deadline_cron="0 6 * * *", lower_bound_delta=timedelta(hours=6))
+    assert policies() == {}
+    assert policies(freshness=daily) == dict.fromkeys(
+        ["tokenizer", "eagle3/draft_vocab", "eagle3/targets", *CACHES], daily
+    )
+
+
 def test_a_job_has_the_assets_of_its_deployment_alone():
     neighbour = dg.Definitions(assets=[dg.AssetSpec("theirs"), dg.asset(lambda: None, name="mine")])
     repository = dg.Definitions.merge(niels_definitions("llm"), neighbour).get_repository_def()
@@ -63,17 +76,35 @@ def test_a_job_has_the_assets_of_its_deployment_alone():
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
-def test_what_depends_on_nothing_has_no_condition_and_all_caches_have_one(partitions):
+def test_all_caches_and_sources_have_a_condition_and_the_tokenizer_and_the_root_have_none(partitions):
     graph = niels_definitions(settings=Settings(source_root="sample", partitions=partitions)).resolve_asset_graph()
     automated = {key.to_user_string() for key in graph.get_all_asset_keys() if graph.get(key).automation_condition}
-    assert automated == {"eagle3/draft_vocab", "eagle3/targets", *CACHES}
+    assert automated == {"eagle3/draft_vocab", "eagle3/targets", *CACHES, *ALL}
 
 
-def requested(ours: dg.Definitions, instance: dg.DagsterInstance, cursor: Any) -> tuple[set[str], Any]:
-    """Return what the conditions ask for since `cursor`, and the next cursor."""
-    target = ours.get_repository_def().get_sensor_def("rebuild").asset_selection
-    found = dg.evaluate_automation_conditions(ours, instance, target, cursor=cursor)
+def requested(
+    ours: dg.Definitions, instance: dg.DagsterInstance, cursor: Any, sensor: str = "rebuild", at: datetime | None = None
+) -> tuple[set[str], Any]:
+    """Return what the conditions of a sensor ask for since `cursor`, and the next cursor."""
+    target = ours.get_repository_def().get_sensor_def(sensor).asset_selection
+    found = dg.evaluate_automation_conditions(ours, instance, target, cursor=cursor, evaluation_time=at)
     return {each.key.to_user_string() for each in found.results if not each.true_subset.is_empty}, found.cursor
+
+
+def test_sources_are_observed_once_at_each_tick_of_the_cron_and_not_at_the_first_look(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    def asked(ours, *minutes):
+        cursor, half_past = None, datetime(2026, 11, 29, 17, 30, tzinfo=UTC)
+        for minute in minutes:
+            wanted, cursor = requested(ours, instance, cursor, "observe", half_past + timedelta(minutes=minute))
+            yield wanted
+
+    assert [*asked(niels_definitions(settings=settings), 0, 29, 31, 32, 91, 92, 300)] == [
+        *(set(), set(), ALL, set(), ALL, set(), ALL)  # 17:30, 17:59, 18:01, 18:02, 19:01, 19:02, and once after hours
+    ]
+    often = niels_definitions(settings=settings, observe_cron="*/15 * * * *")
+    assert [*asked(often, 1, 14, 16, 17, 31)] == [set(), set(), ALL, set(), ALL]
 
 
 @pytest.mark.slow
@@ -114,6 +145,7 @@ class Ticks:
         self.instance = instance
         self.cursor = None
         self.said = ""
+        self.tags: dict[str, str] = {}
 
     def tick(self, *, launched=True):
         """Return the key of the run that a tick asks for, and what it observes; None: no run."""
@@ -124,7 +156,7 @@ class Ticks:
         if not found.run_requests:
             return None
         (request,) = found.run_requests
-        keys = list(request.asset_selection or ())
+        keys, self.tags = list(request.asset_selection or ()), dict(request.tags)
         if launched:
             job = repository.get_job("observe").get_subset(asset_selection=set(keys))
             assert job.execute_in_process(instance=self.instance).success
@@ -141,41 +173,51 @@ def test_a_source_whose_files_change_is_observed_once_two_ticks_find_the_same(
     assert ticks.tick() is None
     first = ticks.tick()
     assert first is not None
-    assert first[1] == {*ALL, "raw/own"}, "no file tells that another was removed before the first look"
+    assert first[1] == {*ALL, "raw/own"} - {"raw/roam"}, "observed already, and has the same files"
     assert ticks.tick() is None and "nothing has changed" in ticks.said
 
     add_a_note(changing)
     (Path(changing.source_root).parent / "own.txt").write_text("Another text of my own.\n")
     assert ticks.tick() is None and "raw/roam: new or changed" in ticks.said
     before = ticks.cursor
-    second = ticks.tick()
+    second = ticks.tick(launched=False)
     assert second is not None and second[1] == {"raw/roam", "raw/own"}
-    assert ticks.tick() is None
     ticks.cursor = before
     assert ticks.tick() == second  # by its key, Dagster starts no second run of a tick that is repeated
+    assert ticks.tick() is None and "nothing has changed" in ticks.said
 
 
-def test_what_was_asked_for_and_not_observed_is_asked_for_again(
+def test_what_was_asked_for_and_not_observed_is_said_and_dagster_retries_its_run(
     instance: dg.DagsterInstance, changing: Settings
 ) -> None:
     ticks = Ticks(changing, instance)
     assert ticks.tick() is None
     lost = ticks.tick(launched=False)
-    assert lost is not None and lost[1] == ALL
-    assert ticks.tick() is None and "raw/roam: asked for" in ticks.said
-    tags = {"dagster/run_key": lost[0], "dagster/sensor_name": "files"}
-    queued = instance.create_run_for_job(ticks.definitions.resolve_job_def("observe"), tags=tags)
-    with sensor_times(again=0.0):
-        assert ticks.tick() is None, "its run has not finished"
-        instance.report_run_canceled(queued)
-        again = ticks.tick()
-        assert again is not None and again[1] == ALL and again[0] != lost[0]
-        assert ticks.tick() is None and "nothing has changed" in ticks.said
+    assert lost is not None and lost[1] == ALL and ticks.tags["dagster/max_retries"] == "2"
+    assert ticks.tick() is None and "raw/roam: asked for, and not observed yet" in ticks.said
+    run(instance, changing, "raw/roam")  # by hand
+    assert ticks.tick() is None and "raw/roam" not in ticks.said and "raw/oasst1: asked for" in ticks.said
+
+
+@pytest.mark.slow
+def test_a_build_that_has_read_the_observed_text_needs_no_other_observation(
+    instance: dg.DagsterInstance, changing: Settings
+) -> None:
+    run(instance, changing, *sorted(ALL))
+    ticks = Ticks(changing, instance)
+    assert ticks.tick() is None and "nothing has changed" in ticks.said
+    run(instance, changing, "pretrain/roam")
+    assert ticks.tick() is None and "nothing has changed" in ticks.said
+    add_a_note(changing)
+    run(instance, changing, "pretrain/roam")  # observes the new text, and no digest of the files
+    assert ticks.tick() is None and "raw/roam: new or changed" in ticks.said
+    found = ticks.tick()
+    assert found is not None and found[1] == {"raw/roam"}
 
 
 def test_a_cursor_of_another_form_starts_afresh(instance: dg.DagsterInstance, changing: Settings) -> None:
     ticks = Ticks(changing, instance)
-    earlier = {"requests": 7, "next": "", "seen": {"roam": "0" * 64}, "asked": {"roam": "0" * 64}}
+    earlier = {"requests": 7, "next": "roam", "sources": {"roam": ["0" * 16, "", 0.0]}}
     for cursor in (json.dumps(earlier), json.dumps([1]), "{", ""):
         ticks.cursor = cursor
         assert ticks.tick() is None

@@ -1,7 +1,11 @@
 """Runs that are lost with their machine: `dagster dev` and all that it started killed at once, and restarted."""
 
 import contextlib
+import os
+import re
 import shutil
+import signal
+from pathlib import Path
 
 import dagster as dg
 import pytest
@@ -24,6 +28,9 @@ QUICK = {
     "free_slots_after_run_end_seconds: 60": "free_slots_after_run_end_seconds: 1",
 }
 """Lines of the checkout's dagster.yaml, and those with which the daemon does at once what it does after a day."""
+SLOTS = "dagster instance concurrency get --all"
+"""The command of the first step on the page."""
+_FREE = "mutation ($run: String!) { freeConcurrencySlots(runId: $run) }"
 
 
 @pytest.fixture
@@ -69,6 +76,29 @@ def lost(dev, home):
     return runs
 
 
+def test_after_the_three_steps_of_the_page_a_run_in_a_limited_pool_no_longer_waits_for_a_lost_one(
+    home, tiny_model_path
+):
+    assert shell(home, f"dagster instance concurrency set {POOL} 1", DAGSTER_HOME=str(home)).returncode == 0
+    environment = given(home, tiny_model_path)
+    with dagster_dev(home, **environment) as dev:
+        lost_run = dev.launch("pretrain/roam")
+        until(lambda: list(home.glob("cache/pretrain/.versions/roam/building-*.journal/journal.jsonl")), "a checkpoint")
+        dev.kill()
+    assert status(home, lost_run) == "STARTED"
+    with dagster_dev(home, **environment) as dev:
+        waiting = dev.launch("pretrain/roam")
+        until(lambda: f"Run {waiting} is blocked by" in (home / "dev.log").read_text(), "what the daemon says")
+        assert dev.statuses() == {lost_run: "STARTED", waiting: "QUEUED"}
+        assert f"`{SLOTS}`" in (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+        assert f'"{POOL}": 1 / 1 slots occupied' in shell(home, SLOTS, DAGSTER_HOME=str(home)).stdout
+        assert dev.terminate(lost_run, "MARK_AS_CANCELED_IMMEDIATELY") == "TerminateRunSuccess"
+        assert dev.ask(_FREE, run=lost_run) == {"freeConcurrencySlots": True}  # as the entry of the menu does
+        assert dev.finished(lost_run, waiting) == ["CANCELED", "SUCCESS"]
+        assert f'"{POOL}": 0 / 1 slots occupied' in shell(home, SLOTS, DAGSTER_HOME=str(home)).stdout
+    assert read_meta(str(home / "cache" / "pretrain" / "roam" / "meta.json"))["documents_read"] == 42
+
+
 def test_lost_runs_are_ended_and_the_next_run_completes(home, tiny_model_path):
     limited = shell(home, f"dagster instance concurrency set {POOL} 2", DAGSTER_HOME=str(home))
     assert limited.returncode == 0, limited.stderr
@@ -95,4 +125,61 @@ def test_lost_runs_are_ended_and_the_next_run_completes(home, tiny_model_path):
         assert dev.terminate(other, "MARK_AS_CANCELED_IMMEDIATELY") == "TerminateRunSuccess"
         assert dev.finished(other) == ["CANCELED"]
     assert read_meta(str(cache / "meta.json"))["documents_read"] == 42
+    assert not list(home.glob("cache/pretrain/.versions/roam/building-*"))
+
+
+def built_by(home):
+    """Return the pid in the lock of the cache: of the step that builds it; None where nothing does."""
+    try:
+        found = re.search(r"pid (\d+)", (home / "cache/pretrain/.versions/roam/lock").read_text())
+    except OSError:
+        return None
+    return int(found[1]) if found else None
+
+
+def worker_of(dev, run):
+    """Return the pid of the process of a run, without its steps."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in dev.processes()}
+    (pid,) = [pid for pid, line in lines.items() if run.encode() in line and b"execute_run" in line]
+    return pid
+
+
+def files_of(cache):
+    """Return the bytes of each file of a committed cache by its name."""
+    version = cache.resolve()
+    return {str(file.relative_to(version)): file.read_bytes() for file in version.rglob("*") if file.is_file()}
+
+
+def test_a_killed_step_and_a_killed_run_amid_sensor_ticks_leave_nothing_stuck(home, tiny_model_path):
+    """The sensors ask for the build of a changed source. Its step is killed, and later the process of its run."""
+    location = "from pipelines.definitions import *\n\ndefs = dg.Definitions.merge(\n"
+    location += '    niels_definitions(automation=["files", "rebuild"]), dg.Definitions(executor=EXECUTOR)\n)\n'
+    write(home / "automated.py", location)
+    write(
+        home / "workspace.yaml",
+        "load_from:\n  - python_file: {relative_path: automated.py, location_name: niels_gpt}\n",
+    )
+    yaml = (home / "dagster.yaml").read_text()
+    for line, quick in QUICK.items():
+        yaml = yaml.replace(line, quick.replace("max_runtime_seconds: 1", "max_runtime_seconds: 60"))
+    (home / "dagster.yaml").write_text(yaml)
+    environment = given(home, tiny_model_path)
+    with dagster_dev(home, **environment) as dev:
+        first = dev.launch("pretrain/roam", tags=AN_HOUR)
+        assert dev.finished(first) == ["SUCCESS"]
+        write(home / "mirror" / "roam" / "later.md", "- the heron comes back\n" * 200_000)
+        begun = until(lambda: built_by(home), "a build that the sensors have asked for")
+        os.kill(begun, signal.SIGKILL)
+        again = until(lambda: (pid := built_by(home)) != begun and pid, "the second attempt of the step")
+        (run,) = [run for run, state in dev.statuses().items() if state == "STARTED"]
+        assert again in dev.processes()
+        os.kill(worker_of(dev, run), signal.SIGKILL)
+        assert dev.finished(run) == ["FAILURE"], "the daemon ends it after max_runtime_seconds"
+        until(lambda: len(dev.built("pretrain/roam")) > 1, "its repetition")
+        until(
+            lambda: not {*dev.statuses().values()} & {"QUEUED", "NOT_STARTED", "STARTING", "STARTED"}, "the end of all"
+        )
+    direct = Settings(source_root=str(home / "mirror"), cache_dir=str(home / "direct"), tokenizer=str(tiny_model_path))
+    build_token_cache(direct, "roam")
+    assert files_of(home / "cache" / "pretrain" / "roam") == files_of(home / "direct" / "pretrain" / "roam")
     assert not list(home.glob("cache/pretrain/.versions/roam/building-*"))

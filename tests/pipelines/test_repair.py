@@ -54,6 +54,11 @@ def test_a_damaged_cache_is_repaired_by_materializing_it_once_more(
     restart(settings, KEY)
     build_token_cache(settings, "dolly15k")  # the command line has repaired it
     assert built(run(instance, settings, KEY)) == set()
+    damage(settings)
+    assert build_token_cache(settings, "dolly15k").reused, "no check has failed"
+    assert not check_alone(instance, settings, KEY, CHECK).success
+    assert not build_token_cache(settings, "dolly15k").reused
+    assert check_alone(instance, settings, KEY, CHECK).success and built(run(instance, settings, KEY)) == set()
 
 
 def test_force_builds_from_scratch_and_a_retry_goes_on_with_that(
@@ -94,6 +99,39 @@ def test_a_check_that_a_build_from_scratch_does_not_repair_starts_no_other(
     damage(settings)
     assert not check_alone(instance, settings, KEY, CHECK).success
     assert built(run(instance, settings, KEY)) == {KEY}, "the same content, and it helped"
+
+
+@pytest.mark.slow
+def test_one_wrong_bit_builds_the_partition_that_wrote_it_and_no_other(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    key, settings = "pretrain/wikitext", replace(settings, partitions=4)
+    run(instance, settings, key)
+    version = Path(settings.cache_dir, key).resolve()
+    first = {file: file.read_bytes() for file in sorted(version.rglob("*")) if file.is_file()}
+    shards = [each["train_shards"] for each in read_meta(str(version / "meta.json"))["partitions"]["of_each"]]
+    owner = max(number for number, of_it in enumerate(shards) if of_it)
+    shard = sorted((version / "train").iterdir())[sum(shards[:owner])]
+    content = bytearray(first[shard])
+    content[100] ^= 1
+    shard.write_bytes(content)
+
+    deep = {"deep_checks": True}
+    assert not run(instance, settings, key, config=deep, raise_on_error=False).success
+    result = run(instance, settings, key, config=deep)
+    steps = {event.step_key or "" for event in result.all_events if event.is_step_success}
+    assert {step for step in steps if "build_partition" in step} == {
+        f"pretrain__wikitext.build_partition[p{owner:05d}]"
+    }
+    assert {file: file.read_bytes() for file in sorted(version.rglob("*")) if file.is_file()} == first
+    assert Path(settings.cache_dir, key).resolve() == version and verdicts(result)["files_match_meta"][0]
+    assert not [*version.parent.glob("partitions-*")]
+    assert built(run(instance, settings, key, config=deep)) == set()
+
+    shard.write_bytes(content)
+    assert not run(instance, settings, key, config=deep, raise_on_error=False).success
+    build_token_cache(settings, "wikitext")
+    assert shard.read_bytes() == first[shard], "the command line repairs it too"
 
 
 @pytest.mark.slow

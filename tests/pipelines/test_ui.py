@@ -199,18 +199,11 @@ def test_another_setting_makes_stale_what_reads_it_and_materialize_unsynced_buil
 
 def test_the_switches_of_the_automation_observe_the_sources(dagster, page, sft, tmp_path):
     page.goto(f"{dagster.address}/automation")
-    page.locator("a[href$='/schedules/observe']").filter(visible=True).first.click()
+    page.locator("a[href$='/sensors/files']").filter(visible=True).first.click()
     switch = page.locator("label:has(input[type=checkbox])")
-    switch.click()
-    until(lambda: "observe" in running(dagster), "the schedule is switched on")
-    look(page, tmp_path / "schedule.png")
-
-    def click():
-        page.get_by_role("button", name="Preview tick result").click()
-        page.get_by_role("button", name="Continue").click()
-        page.get_by_role("button", name="Launch all").click()
-
-    assert dagster.run_of(click) == "SUCCESS"
+    assert dagster.run_of(switch.click) == "SUCCESS", "two ticks have found the same files"
+    assert running(dagster) == ["files"]
+    look(page, tmp_path / "sensor.png")
     page.goto(f"{dagster.address}{GROUP}/raw/list")
     seen(page, "Observed")
     assert page.get_by_text("Observed", exact=True).filter(visible=True).count() == 7
@@ -220,12 +213,13 @@ def test_the_switches_of_the_automation_observe_the_sources(dagster, page, sft, 
 
     page.goto(f"{dagster.address}/automation")
     seen(page, "observe", "files", "rebuild")
+    page.locator("label:has(input[type=checkbox]:checked)").filter(visible=True).first.wait_for()
     look(page, tmp_path / "automation.png")
 
 
 def running(dagster):
-    """Return the schedules that are switched on."""
+    """Return the sensors that are switched on."""
     where = '{repositoryLocationName: "niels_gpt", repositoryName: "__repository__"}'
-    what = "{ ... on Schedules { results { name scheduleState { status } } } }"
-    results = dagster.ask(f"{{ schedulesOrError(repositorySelector: {where}) {what} }}")["schedulesOrError"]["results"]
-    return [schedule["name"] for schedule in results if schedule["scheduleState"]["status"] == "RUNNING"]
+    what = "{ ... on Sensors { results { name sensorState { status } } } }"
+    results = dagster.ask(f"{{ sensorsOrError(repositorySelector: {where}) {what} }}")["sensorsOrError"]["results"]
+    return [sensor["name"] for sensor in results if sensor["sensorState"]["status"] == "RUNNING"]

@@ -123,6 +123,14 @@ class Dev:
 
         return until(lambda: len(statuses()) == len(runs) and statuses(), "the runs")
 
+    def built(self, key):
+        """Return the ids of the runs that have materialized an asset, the newest first."""
+        path = json.dumps(key.split("/"))
+        query = (
+            f"{{ assetOrError(assetKey: {{path: {path}}}) {{ ... on Asset {{ assetMaterializations {{ runId }} }} }} }}"
+        )
+        return [each["runId"] for each in self.ask(query)["assetOrError"].get("assetMaterializations", [])]
+
     def terminate(self, run, policy):
         """Terminate a run as the UI does; return the kind of the answer."""
         return str(self.ask(_TERMINATE, run=run, policy=policy)["terminateRun"]["__typename"])

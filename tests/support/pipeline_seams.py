@@ -175,7 +175,7 @@ def noted_restarts(note):
 
 @contextmanager
 def sensor_times(**seconds):
-    """Let the sensor of files have other times: `again` after which it asks once more, `files` for one tick."""
+    """Let the sensor of files have another time for one tick: `files`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in seconds.items():
             patch.setattr(automation, f"{name.upper()}_SECONDS", value)

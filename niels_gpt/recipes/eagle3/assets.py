@@ -239,7 +239,8 @@ def _link_states(path: Path, work: Path, plan: TargetPlan) -> None:
     finished cache is trusted, so the target is not loaded. Producers replace files and never change them, so the
     committed version is unchanged.
     """
-    if not plan.is_native or not recorded_recipe(path).get("fingerprint"):  # without one it is to be built from scratch
+    is_from_scratch = not recorded_recipe(path).get("fingerprint") or versions.failed_checks(path).repairable
+    if not plan.is_native or is_from_scratch:
         return
     version, linked = path.resolve(), work.with_name(f"{work.name}.linked")
     if read_meta(str(version / META_NAME)).get("plan_sha256") != plan.sha256 or not _has_its_shards(version):
