@@ -138,21 +138,22 @@ def _folder(work: Path, tree: Path, name: str) -> Path:
 
 def cpu_seconds(folder: Path, tree: Path, command: list[str]) -> float:
     """Run python with `command` in a folder, the code from `tree`; returns the CPU time of all its processes."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("NIELS_GPT_", "DAGSTER_"))}
-    clean.pop("PYTHONDONTWRITEBYTECODE", None)
-    environment = {
-        **clean,
-        "PYTHONPATH": f"{tree}{os.pathsep}{folder}",
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-    }
+    how = {"cwd": folder, "env": environment(tree, folder), "capture_output": True}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, check=True)
+    subprocess.run([sys.executable, *command], check=True, **how)
     with suppress(ChildProcessError):
         while True:
             os.wait()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def environment(tree: Path, folder: Path) -> dict[str, str]:
+    """Return the environment of a command that runs the code of a checkout, and modules in a folder."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("NIELS_GPT_", "DAGSTER_"))}
+    clean.pop("PYTHONDONTWRITEBYTECODE", None)
+    path = f"{tree}{os.pathsep}{folder}"
+    return {**clean, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
 
 
 if __name__ == "__main__":

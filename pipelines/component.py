@@ -5,6 +5,7 @@ The schema of `settings` is made of the fields of niels_gpt.settings, so that `d
 
 from dataclasses import Field as Setting
 from dataclasses import fields, replace
+from datetime import timedelta
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, get_args, get_type_hints
@@ -21,7 +22,7 @@ from pydantic import (
 )
 
 from niels_gpt.settings import Settings
-from pipelines.automation import SWITCHES
+from pipelines.automation import HOURLY, SWITCHES
 from pipelines.definitions import niels_definitions
 from pipelines.deployment import CacheTranslator
 from pipelines.resources import parsed
@@ -81,6 +82,18 @@ def _as_settings(context: dg.ResolutionContext, model: BaseModel) -> Settings:
     """Return the settings that YAML gives; the defaults for the others. Raises: ValueError that names a setting."""
     given = context.resolve_value(model.model_dump(exclude_unset=True))
     return Settings(**parsed(given, "settings.{}".format))  # a template's text into numbers
+
+
+class Hours(dg.Model):
+    """After how many hours without a materialization an asset is not fresh."""
+
+    fail: float = Field(gt=0)
+    warn: float | None = Field(None, gt=0)
+
+
+def _as_policy(_: dg.ResolutionContext, hours: Hours) -> dg.FreshnessPolicy:
+    warn = None if hours.warn is None else timedelta(hours=hours.warn)
+    return dg.FreshnessPolicy.time_window(fail_window=timedelta(hours=hours.fail), warn_window=warn)
 
 
 # --- paths ------------------------------------------------------------------------------------------------------------
@@ -175,6 +188,11 @@ class NielsCaches(CacheTranslator, dg.Component, dg.Resolvable, dg.Model):
         default_factory=dict
     )
     automation: Annotated[bool | list[str], _AUTOMATION] = False
+    observe_cron: Annotated[str, _about("when the sensor observe observes the sources, in UTC")] = HOURLY
+    freshness: Annotated[
+        Any,
+        dg.Resolver(_as_policy, model_field_type=Hours, description="of each cache, in hours: {fail: 48, warn: 24}"),
+    ] = None
     repository: Annotated[
         str | None,
         _about("where the files of this version of niels_gpt lie, such as https://HOST/ORG/REPOSITORY/blob/TAG"),
@@ -210,6 +228,8 @@ class NielsCaches(CacheTranslator, dg.Component, dg.Resolvable, dg.Model):
             op_tags=self.op_tags,
             group_prefix=self.group_prefix,
             automation=self.automation,
+            observe_cron=self.observe_cron,
+            freshness=self.freshness,
             static_partitions=self.static_partitions,
             repository=self.repository,
             translator=self,

@@ -109,8 +109,9 @@ class Deployment:
         if asked != ours:
             raise dg.Failure(
                 f"{given.place}.source_root: with {run.settings.source_root} the caches lie in {asked}, and this "
-                f"deployment's lie in {ours}: it has no assets of another folder. Set it for the deployment "
-                f"(NIELS_GPT_SOURCE_ROOT), or build there: {build_command(run.settings, TOKENIZER_KEY)}",
+                f"deployment's lie in {ours}: it has no assets of another folder. Set it for the deployment, "
+                "in its settings or NIELS_GPT_SOURCE_ROOT, or build there: "
+                f"{build_command(run.settings, TOKENIZER_KEY)}",
                 allow_retries=False,
             )
         return run

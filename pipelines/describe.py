@@ -42,7 +42,6 @@ def described(deployment: Deployment, spec: dg.AssetSpec) -> dg.AssetSpec:
     kind = kind_of_key(path)
     if family == "raw":
         text, kinds, metadata = _of_raw(deployment.settings, name, source)
-        kinds = kinds | {family}
     elif kind is None or path.endswith("/"):
         text, kinds, metadata = _ROOT, set(spec.kinds), {}
     else:
@@ -102,7 +101,7 @@ def _licence(settings: Settings, source: SourceSpec | None) -> str | None:
 
 
 def _of_cache(settings: Settings, spec: dg.AssetSpec, path: str, page: Page) -> tuple[str, set[str], dict[str, Any]]:
-    where, family = str(cache_root(settings) / path), path.rpartition("/")[0]
+    where = str(cache_root(settings) / path)
     windows = 64 if settings.source_root == "sample" else 1024  # shards of the sample are short
     code = page.reader.replace("{path}", json.dumps(where)[1:-1]).replace("{T}", str(windows))
     metadata: dict[str, Any] = {
@@ -113,7 +112,7 @@ def _of_cache(settings: Settings, spec: dg.AssetSpec, path: str, page: Page) -> 
     if page.columns:
         columns = [dg.TableColumn(name, kind, description=text) for name, kind, text in page.columns]
         metadata["dagster/column_schema"] = dg.TableSchema(columns)
-    return f"{spec.description}\n\n```python\n{code}\n```", {*page.icons, family} - {""}, metadata
+    return f"{spec.description}\n\n```python\n{code}\n```", set(page.icons), metadata
 
 
 def _of_raw(settings: Settings, name: str, source: SourceSpec | None) -> tuple[str, set[str], dict[str, Any]]:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import fields
+from datetime import timedelta
 
 import dagster as dg
 import pytest
@@ -53,7 +54,7 @@ def facts(made):
         of_yaml = ("dagster/code_references", "dagster/component_origin")
         shown = {name: value for name, value in node.metadata.items() if name not in of_yaml}
         parts = (node.group_name, node.owners, node.tags, node.parent_keys, node.code_version, node.description, shown)
-        specs[key] = (*parts, str(node.automation_condition))
+        specs[key] = (*parts, str(node.automation_condition), node.freshness_policy)
     jobs = [job.name for job in repository.get_all_jobs()]
     sensors = {sensor.name: sensor.default_status for sensor in repository.sensor_defs}
     schedules = {schedule.name: schedule.default_status for schedule in repository.schedule_defs}
@@ -70,6 +71,8 @@ def test_yaml_gives_what_the_function_gives():
         "tags": {"tier": "gold"},
         "op_tags": {"dagster-k8s/config": {"container_config": {}}},
         "automation": ["observe", "files"],
+        "observe_cron": "30 1 * * *",
+        "freshness": {"fail": 48, "warn": 24},
         "static_partitions": True,
         "repository": "https://code.example/llm/blob/v1",
     }
@@ -80,8 +83,10 @@ def test_yaml_gives_what_the_function_gives():
             "roam_dir": str(root / "data/roam"),
         }
         settings = Settings(source_root="sample", vocab_size=400, partitions=2, **where)
-        names = ("group_prefix", "owners", "tags", "op_tags", "automation", "static_partitions")
+        names = ("group_prefix", "owners", "tags", "op_tags", "automation", "observe_cron", "static_partitions")
         given = {name: attributes[name] for name in names}
+        days = {"fail_window": timedelta(days=2), "warn_window": timedelta(days=1)}
+        given["freshness"] = dg.FreshnessPolicy.time_window(**days)
         assert facts(made) == facts(niels_definitions("team/llm", settings, **given))
         graph = made.resolve_asset_graph()
         node = graph.get(dg.AssetKey(["team", "llm", "sft", "mine"]))
@@ -101,11 +106,16 @@ def test_settings_come_from_the_file_alone_and_a_template_from_the_environment(m
 
 def test_a_file_of_sources_lies_beside_the_yaml_and_other_paths_start_in_the_project():
     files = {"mine.toml": '[sft.support]\nfiles = "chats.json"\n'}
-    with loaded({"sources": "mine.toml", "settings": {"source_root": "mirror"}}, files) as (root, made):
-        shown = made.resolve_asset_graph().get(dg.AssetKey(["sft", "support"]))
+    given = {"source_root": "mirror", "pretrain": "notes=notes/*.md; logs=/srv/logs:line"}
+    with loaded({"sources": "mine.toml", "settings": given}, files) as (root, made):
+        graph = made.resolve_asset_graph()
+        shown = graph.get(dg.AssetKey(["sft", "support"]))
         assert shown.metadata["path"].path == str(root / "cache" / "sft" / "support")
-        raw = made.resolve_asset_graph().get(dg.AssetKey(["raw", "roam"]))
-        assert raw.metadata["dagster/uri"].text == str(root / "mirror")
+        texts = {
+            name: graph.get(dg.AssetKey(["raw", name])).metadata["dagster/uri"].text
+            for name in ("roam", "notes", "logs")
+        }
+        assert texts == {"roam": str(root / "mirror"), "notes": str(root / "notes/*.md"), "logs": "/srv/logs"}
 
 
 def test_single_assets_change_by_translation_by_post_processing_and_in_a_subclass():

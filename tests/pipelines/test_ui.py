@@ -5,12 +5,16 @@ Every test begins and ends with fresh assets and a damaged file of none, so each
 """
 
 import re
+from importlib.metadata import entry_points
 
 import pytest
+from support import ROOT
 from support.browser import HIGH, WIDE, DagsterDev, blemishes, choose, chromium, confirmed, seen
-from support.dagster_dev import until
+from support.dagster_dev import dagster_dev, until
+from support.dagster_runs import shell
 
 pytestmark = pytest.mark.browser
+is_registered = any(each.value == "pipelines" for each in entry_points(group="dagster_dg_cli.registry_modules"))
 GROUP = "/locations/niels_gpt/asset-groups"
 SHARD = "cache/sample/sft/oasst1/train_tokens.bin"
 
@@ -215,6 +219,36 @@ def test_the_switches_of_the_automation_observe_the_sources(dagster, page, sft, 
     seen(page, "observe", "files", "rebuild")
     page.locator("label:has(input[type=checkbox]:checked)").filter(visible=True).first.wait_for()
     look(page, tmp_path / "automation.png")
+
+
+def test_assets_of_one_name_are_told_apart(dagster, page, sft, tmp_path):
+    page.goto(f"{dagster.address}/assets")
+    seen(page, "raw / oasst1")
+    look(page, tmp_path / "catalog.png")
+    page.mouse.move(WIDE / 2, HIGH / 2)
+    page.mouse.wheel(0, HIGH)
+    seen(page, "sft / oasst1", "trees / oasst1")
+    page.goto(f"{dagster.address}/assets/raw/oasst1?view=lineage&lineageScope=downstream")
+    seen(page, "raw", "sft", "trees")  # frames of the boxes, which all have the title oasst1
+    look(page, tmp_path / "lineage.png")
+
+
+@pytest.mark.skipif(not is_registered, reason="niels_gpt was installed before it had the component: install it again")
+def test_the_component_has_a_page_in_dg_dev(tmp_path):
+    quiet = {"HOME": str(tmp_path), "DAGSTER_DG_UPDATE_CHECK_ENABLED": "0", "PYTHONPATH": f"src:{ROOT}"}
+    made = shell(tmp_path, "create-dagster project shop --no-uv-sync", **quiet)
+    assert made.returncode == 0, made.stderr
+    project = tmp_path / "shop"
+    (project / "dagster.yaml").write_text("telemetry: {enabled: false}\nnux: {enabled: false}\n")
+    with (
+        dagster_dev(project, "dg dev --host 127.0.0.1 --port 3000", **quiet) as running,
+        chromium(running.address) as page,
+    ):
+        page.goto(f"{running.address}/locations/shop/components/library")
+        for name in ("pipelines", "pipelines.NielsCaches"):
+            page.get_by_text(name, exact=True).filter(visible=True).first.click()
+        seen(page, "Scaffolding", "Schema", "group_prefix")
+        look(page, tmp_path / "component.png")
 
 
 def running(dagster):

@@ -165,7 +165,7 @@ def test_only_entry_points_read_argv_and_the_environment_and_the_core_never_impo
 LIGHT = ("niels_gpt", "niels_gpt.cache", "niels_gpt.recipes", "niels_gpt.sampling", "niels_gpt.cache.cli")
 
 
-@pytest.mark.parametrize("module", [*LIGHT, "pipelines.definitions"])
+@pytest.mark.parametrize("module", [*LIGHT, "pipelines.component", "pipelines.definitions"])
 def test_light_modules_load_no_heavy_library(module):
     program = f"import sys, {module}; print(sorted({HEAVY!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

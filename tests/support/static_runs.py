@@ -31,5 +31,6 @@ def _killing(context: dg.AssetExecutionContext, *_: str) -> Any:
 
 partitions.progress_log = _killing
 defs = dg.Definitions.merge(
-    definitions.niels_definitions(static_partitions=True), dg.Definitions(executor=definitions.EXECUTOR)
+    definitions.niels_definitions(static_partitions=True),
+    dg.Definitions(executor=dg.multiprocess_executor.configured({"start_method": {"forkserver": {}}})),
 )

@@ -11,6 +11,10 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "dagster.png": "asset.png",
+    "dagster_metadata.png": "figures.png",
+    "dagster_catalog.png": "catalog.png",
+    "dagster_lineage.png": "lineage.png",
+    "dagster_component.png": "component.png",
     "dagster_stale.png": "sft_stale.png",
     "dagster_failed.png": "failed.png",
     "dagster_automation.png": "automation.png",
