@@ -15,6 +15,7 @@ from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import committed_version, note_check
 from pipelines.deployment import Deployment
+from pipelines.versions import PARTITIONS, forced, static_partitions_of
 
 _DIGITS = 6  # of a share
 CAUSED_ELSEWHERE = frozenset({"tokenizer_matches", "positions"})
@@ -122,5 +123,9 @@ def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verd
     said = "; ".join([*shown, *([f"and {rest} more in all_problems"] if rest > 0 else [])])
     if not repairs:
         return said
-    scratch = f": that builds it from scratch, once. At any time, with the run config `{deployment.forced(path)}`"
-    return f"{said}\n\nMaterialize `{key.to_user_string()}`{'' if is_missing else scratch}"
+    asset, config = key.to_user_string(), f"with the run config `{forced(deployment, path)}`"
+    if path in static_partitions_of(deployment):
+        parts = deployment.key(PARTITIONS + path).to_user_string()
+        return f"{said}\n\nMaterialize all of `{parts}`{'' if is_missing else f' {config}'}, then `{asset}`"
+    scratch = "" if is_missing else f", which repairs it. From scratch, at any time: {config}"
+    return f"{said}\n\nMaterialize `{asset}`{scratch}"

@@ -95,10 +95,6 @@ class Deployment:
         """The name of the resource that holds the settings in a run's config."""
         return self.name("settings")
 
-    def forced(self, path: str) -> str:
-        """Return the run config, in YAML, that builds an asset from scratch."""
-        return f"ops: {{{self.key(path).to_python_identifier()}: {{config: {{force: true}}}}}}"
-
     def run(self, context: Context, config: WaitConfig | None = None) -> Run:
         """Return what a run asks for. Its config may hold no key that is ignored. config: of the step.
 

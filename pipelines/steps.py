@@ -35,7 +35,7 @@ from pipelines.checks import rules_of
 from pipelines.deployment import Deployment
 from pipelines.metadata import held_in_words, materialize_result
 from pipelines.resources import BuildConfig, Run
-from pipelines.versions import inputs_of, newer_observation, report_found, upstream_of, version_tags
+from pipelines.versions import forced, inputs_of, newer_observation, report_found, upstream_of, version_tags
 
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
 """Pretrain builds run one at a time, because each encodes on all cores. Within a run the tag enforces it, on one cache
@@ -171,7 +171,7 @@ def why_from_scratch(context: dg.AssetExecutionContext, deployment: Deployment, 
     for name in (name for name in rules_of(path) if name in failed.in_vain):
         context.log.warning(
             f"{path}: its check {name} has failed for the same content before and after a build from scratch, so "
-            f"another one does not help; the run config `{deployment.forced(path)}` repeats it"
+            f"another one does not help; the run config `{forced(deployment, path)}` repeats it"
         )
     found = [] if is_unfinished else [name for name in rules_of(path) if name in failed.repairable]
     return f"its check {found[0]} has failed since it was built" if found else None

@@ -254,6 +254,12 @@ def static_partitions_of(deployment: Deployment) -> list[str]:
     return [path for path in every_key(settings) if is_graph(settings, path)]
 
 
+def forced(deployment: Deployment, path: str) -> str:
+    """Return the run config, in YAML, that builds a cache from scratch; with static partitions, of each of these."""
+    asset = PARTITIONS + path if path in static_partitions_of(deployment) else path
+    return f"ops: {{{deployment.key(asset).to_python_identifier()}: {{config: {{force: true}}}}}}"
+
+
 def version_tags(
     context: dg.AssetExecutionContext,
     deployment: Deployment,

@@ -87,7 +87,7 @@ def test_a_cache_that_cannot_be_decoded_is_left_to_its_checks(instance: dg.Dagst
     (found,) = [each for each in result.get_asset_check_evaluations() if each.check_name == "ids_below_vocab_size"]
     wrong, remedy = str(found.description).split("\n\n")
     assert wrong.startswith(f"{tokens}: token 0 is id 65535") and "niels-gpt" not in wrong and "\n" not in remedy
-    assert remedy.startswith("Materialize `sft/oasst1`: ")
+    assert remedy.startswith("Materialize `sft/oasst1`, ")
     assert yaml.safe_load(remedy.split("`")[3]) == {"ops": {"sft__oasst1": {"config": {"force": True}}}}
     assert found.metadata["greatest_id"].value == 65_535
     assert health(instance, "sft/oasst1") == "DEGRADED"

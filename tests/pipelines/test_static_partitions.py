@@ -8,6 +8,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+import yaml
 from support import ROOT, TESTS
 from support.dagster_dev import dagster_dev
 from support.dagster_runs import check_alone, metadata, run, stale, verdicts
@@ -89,6 +90,19 @@ def test_partitions_are_built_in_any_order_by_anybody_and_sealed_to_the_same_byt
     mended = run(instance, three, CACHE, **STATIC)
     (line,) = [each.user_message for each in instance.all_logs(mended.run_id) if "alone is" in str(each.user_message)]
     assert "partition 1 alone" in line
+    assert_same_files(f"{directly.cache_dir}/pretrain", f"{three.cache_dir}/pretrain")
+
+    damaged = next(Path(three.cache_dir, CACHE, "train").glob("*.bin"))
+    damaged.chmod(0o644)
+    damaged.write_bytes(damaged.read_bytes()[:-2])
+    failed = check_alone(instance, three, CACHE, "files_match_meta", **STATIC)
+    (found,) = failed.get_asset_check_evaluations()
+    asset, config, last = str(found.description).split("\n\n")[1].split("`")[1::2]
+    assert (asset, last) == (PARTITIONS, CACHE)
+    for number in range(three.partitions):
+        given = yaml.safe_load(config)
+        assert run(instance, three, asset, partition=f"{number:05d}", run_config=given, **STATIC).success
+    assert verdicts(run(instance, three, last, **STATIC))["files_match_meta"][0]
     assert_same_files(f"{directly.cache_dir}/pretrain", f"{three.cache_dir}/pretrain")
 
 

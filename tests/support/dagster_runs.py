@@ -113,10 +113,12 @@ def verdicts(result: dg.ExecuteInProcessResult) -> dict[str, tuple[bool, str]]:
     return {found.check_name: (found.passed, found.severity.value) for found in result.get_asset_check_evaluations()}
 
 
-def check_alone(instance: dg.DagsterInstance, settings: Settings, key: str, *names: str) -> dg.ExecuteInProcessResult:
-    """Run checks of an asset as the UI's button does, without building it."""
+def check_alone(
+    instance: dg.DagsterInstance, settings: Settings, key: str, *names: str, **more: Any
+) -> dg.ExecuteInProcessResult:
+    """Run checks of an asset as the UI's button does, without building it. more: arguments of the definitions."""
     wanted = {dg.AssetCheckKey(dg.AssetKey(key.split("/")), name) for name in names}
-    job = niels_definitions(settings=settings).resolve_implicit_global_asset_job_def()
+    job = niels_definitions(settings=settings, **more).resolve_implicit_global_asset_job_def()
     subset = job.get_subset(asset_selection=set(), asset_check_selection=wanted)
     return subset.execute_in_process(instance=instance, raise_on_error=False)
 

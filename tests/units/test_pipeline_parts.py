@@ -19,7 +19,7 @@ from pipelines import assets, steps
 from pipelines.definitions import defs
 from pipelines.deployment import Deployment
 from pipelines.resources import BuildConfig, Run, settings_from_environment, settings_resource
-from pipelines.versions import code_versions
+from pipelines.versions import code_versions, forced
 
 KEY = "sft/dolly15k"
 EVERYTHING = {"tokenizer", *CACHES}
@@ -101,7 +101,7 @@ def test_pretrain_builds_share_a_pool_and_whatever_asks_the_hub_is_retried():
 def test_the_run_config_that_a_remedy_prints_names_the_op_of_the_asset(given):
     deployment = Deployment(settings=Settings(), **given)
     op = steps.cache_asset(deployment, KEY, "sft", "chats").op
-    assert yaml.safe_load(deployment.forced(KEY)) == {"ops": {op.name: {"config": {"force": True}}}}
+    assert yaml.safe_load(forced(deployment, KEY)) == {"ops": {op.name: {"config": {"force": True}}}}
 
 
 @pytest.mark.parametrize(("parent", "is_again"), [(None, False), ("first", True)])
