@@ -37,7 +37,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.tokenizers.files import tokenizer_files
 from niels_gpt.tokenizers.protocol import FullTokenizer
-from pipelines.deployment import Deployment
+from pipelines.deployment import Deployment, Run
 from pipelines.metadata import data_version, materialize_result, observation_metadata
 
 DATA_VERSION, CODE_VERSION = "dagster/data_version", "dagster/code_version"
@@ -261,98 +261,78 @@ def forced(deployment: Deployment, path: str) -> str:
 
 
 def version_tags(
-    context: dg.AssetExecutionContext,
-    deployment: Deployment,
-    settings: Settings,
-    path: str,
-    source: Mapping[str, Any],
-    *,
-    tokenizer: Outcome | None = None,
-    asked_hub: bool = True,
+    run: Run, path: str, source: Mapping[str, Any], *, tokenizer: Outcome | None = None, asked_hub: bool = True
 ) -> dict[str, str]:
     """Return the tags of a materialization that say what it was really made from, and by which settings.
 
     Before, log what the step has learnt of its inputs: the fingerprint of its source, and another tokenizer. Dagster's
     own tags are of the inputs as they were recorded when the step started; they stay where nothing better is known.
-    Why no public interface serves: docs/decisions/0031 and 0032. settings: of the run. source: the record of the text
-    that was read. tokenizer: the one that was used, where it is not installed yet.
+    Why no public interface serves: docs/decisions/0031 and 0032. source: the record of the text that was read.
+    tokenizer: the one that was used, where it is not installed yet.
     """
-    cache = path.removeprefix(PARTITIONS)
+    deployment, settings, cache = run.deployment, run.settings, path.removeprefix(PARTITIONS)
     tags = {CODE_VERSION: code_version(settings, cache)}
     inputs, read = inputs_of(deployment, path), upstream_of(settings, cache)  # a run may name other chats
     for upstream in (each for each in upstream_of(deployment.settings, cache) if each in read):
         if upstream not in (TOKENIZER_KEY, VOCAB_KEY):
-            known = Observations(context, deployment, upstream)
-            version: str | None = known.add(settings, cache, source, asked_hub=asked_hub)
+            version: str | None = Observations(run, upstream).add(cache, source, asked_hub=asked_hub)
         else:
-            version = _made_version(context, deployment, settings, upstream, tokenizer)
+            version = _made_version(run, upstream, tokenizer)
         if version is not None and upstream in inputs:
             tags[f"{INPUT_VERSION}/{deployment.key(upstream).to_user_string()}"] = version
     return tags
 
 
-def _made_version(
-    context: dg.AssetExecutionContext,
-    deployment: Deployment,
-    settings: Settings,
-    upstream: str,
-    tokenizer: Outcome | None,
-) -> str | None:
+def _made_version(run: Run, upstream: str, tokenizer: Outcome | None) -> str | None:
     """Return the data version of the tokenizer, or the draft's vocabulary, that a step has used; None: of none."""
     if upstream == TOKENIZER_KEY:
         if tokenizer is not None:
-            if context.instance.get_latest_materialization_event(deployment.key(upstream)) is None:
-                report_found(context, deployment, settings, tokenizer)
+            if run.context.instance.get_latest_materialization_event(run.deployment.key(upstream)) is None:
+                report_found(run, tokenizer)
             return data_version(tokenizer.path, tokenizer.meta)
         # A tokenizer that is not what the settings ask for is out of date until it is materialized itself.
-        if tokenizer_state(settings) == "up to date":
-            report_found(context, deployment, settings, stage_tokenizer(settings))
-    path = cache_root(settings) / upstream
+        if tokenizer_state(run.settings) == "up to date":
+            report_found(run, stage_tokenizer(run.settings))
+    path = cache_root(run.settings) / upstream
     meta = find_meta(path)
     return None if meta is None else data_version(path, meta)
 
 
-def report_found(
-    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, outcome: Outcome
-) -> None:
-    """Log a materialization of what another asset's step has made, or found, where Dagster knows another one or none.
-
-    settings: of the run.
-    """
-    key, content = deployment.key(outcome.key), data_version(outcome.path, outcome.meta)
-    event = context.instance.get_latest_materialization_event(key)
+def report_found(run: Run, outcome: Outcome) -> None:
+    """Log a materialization of what another step has made or found, where Dagster knows another one or none."""
+    key, content = run.deployment.key(outcome.key), data_version(outcome.path, outcome.meta)
+    event = run.context.instance.get_latest_materialization_event(key)
     known = (event.asset_materialization.tags if event is not None and event.asset_materialization else None) or {}
-    if (known.get(DATA_VERSION), known.get(CODE_VERSION)) != (content, code_version(settings, outcome.key)):
+    if (known.get(DATA_VERSION), known.get(CODE_VERSION)) != (content, code_version(run.settings, outcome.key)):
         source = recorded_recipe(outcome.path).get("source") or {}
-        tags = version_tags(context, deployment, settings, outcome.key, source) | {DATA_VERSION: content}
+        tags = version_tags(run, outcome.key, source) | {DATA_VERSION: content}
         pointers = {tag.replace(INPUT_VERSION, INPUT_POINTER): "NULL" for tag in tags if tag.startswith(INPUT_VERSION)}
         metadata = materialize_result(outcome).metadata
-        context.log_event(dg.AssetMaterialization(key, metadata=metadata, tags={**tags, **pointers}))
+        run.context.log_event(dg.AssetMaterialization(key, metadata=metadata, tags={**tags, **pointers}))
 
 
 class Observations:
     """The last observations of raw/NAME, or of the root, the newest first."""
 
-    def __init__(self, context: dg.AssetExecutionContext, deployment: Deployment, path: str) -> None:
-        self._context, self._deployment, self._path = context, deployment, path
-        self._key = deployment.key(path)
-        records = context.instance.fetch_observations(self._key, limit=_LOOKED_AT).records
+    def __init__(self, run: Run, path: str) -> None:
+        self._run, self._path, self._key = run, path, run.deployment.key(path)
+        records = run.context.instance.fetch_observations(self._key, limit=_LOOKED_AT).records
         self.known = [(each.asset_observation, each) for each in records if each.asset_observation is not None]
 
-    def add(self, settings: Settings, cache: str, source: Mapping[str, Any], *, asked_hub: bool = True) -> str | None:
+    def add(self, cache: str, source: Mapping[str, Any], *, asked_hub: bool = True) -> str | None:
         """Return the version that a step of `cache` has read, None if it is unknown; log it where it is news."""
         is_root, of_hub = self._path == SFT_ROOT, source.get("kind") == "hub"
         version = ROOT_VERSION if is_root else source.get("fingerprint")
-        if version is None or (self.known if is_root else not self._is_news(settings, cache, source)):
+        if version is None or (self.known if is_root else not self._is_news(cache, source)):
             return version
         tags = {DATA_VERSION: str(version), **({HUB_ASKED: "no"} if of_hub and not is_root else {})}
         unasked = "the revision that the cache was built from: the hub was not asked for a newer one"
         warning = unasked if of_hub and not asked_hub else None
-        metadata = {} if is_root else observation_metadata(settings, self._path, source, warning)
-        self._context.log_event(dg.AssetObservation(self._key, metadata=metadata, tags=tags))
+        metadata = {} if is_root else observation_metadata(self._run.settings, self._path, source, warning)
+        self._run.context.log_event(dg.AssetObservation(self._key, metadata=metadata, tags=tags))
         return version
 
-    def _is_news(self, settings: Settings, cache: str, source: Mapping[str, Any]) -> bool:
+    def _is_news(self, cache: str, source: Mapping[str, Any]) -> bool:
         """Return whether Dagster has to know the text that a step has read.
 
         Every step reads files anew; but where somebody has observed other files since the run started, the step may
@@ -362,14 +342,15 @@ class Observations:
         revision that was observed before, is not ahead. A run with other settings of the source says nothing of the
         deployment's.
         """
-        if any(getattr(settings, name) != getattr(self._deployment.settings, name) for name in _WHAT_IS_READ):
+        context, settings, ours = self._run.context, self._run.settings, self._run.deployment.settings
+        if any(getattr(settings, name) != getattr(ours, name) for name in _WHAT_IS_READ):
             return False
         if not self.known:
             return True
         version, (newest, record) = source.get("fingerprint"), self.known[0]
         if source.get("kind") != "hub":
-            run = self._context.instance.get_run_record_by_id(self._context.run.run_id)
-            started = run.start_time if run is not None else None
+            record_of_run = context.instance.get_run_record_by_id(context.run.run_id)
+            started = None if record_of_run is None else record_of_run.start_time
             return bool(newest.data_version != version and record.timestamp <= (started or math.inf))
         asked = asked_revisions(settings).get(self._path.rpartition("/")[2])
         is_refreshed = source.get("asked_revision") == asked and built_at(settings, cache) > record.timestamp
@@ -395,15 +376,14 @@ class Observations:
                     return source.provenance(known, ask_hub=False), why
         return None
 
-    def newer_than(self, settings: Settings, cache: str) -> str | None:
+    def newer_than(self, cache: str) -> str | None:
         """Return the newest version for which the hub was asked, if it is newer than a cache; else None.
 
         A cache of a revision that these settings do not ask for was built by a run with others: the newest observation
         counts, whatever its age.
         """
-        asked, ours = (
-            asked_revisions(each).get(self._path.rpartition("/")[2]) for each in (settings, self._deployment.settings)
-        )
+        settings, name = self._run.settings, self._path.rpartition("/")[2]
+        asked, ours = (asked_revisions(each).get(name) for each in (settings, self._run.deployment.settings))
         if asked != ours:
             return None  # what was observed is what the deployment asks for
         recorded = recorded_recipe(cache_root(settings) / cache).get("source") or {}
@@ -416,23 +396,19 @@ class Observations:
         return None
 
 
-def look_at(
-    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, key: str
-) -> tuple[dict[str, Any], str | None]:
+def look_at(run: Run, key: str) -> tuple[dict[str, Any], str | None]:
     """Return the provenance of the source of the cache `key` as it is now, and a warning or None.
 
     Where the hub does not answer, the last observation of the dataset stands for it; the recorded revision, as
     `observe` has it, only where there is none. Raises: as `observe`.
     """
-    source = resolve_source(settings, key)
-    known = Observations(context, deployment, f"raw/{source.source}") if source.kind == "hub" else None
-    return (known and known.provenance(source)) or observe(settings, key)
+    source = resolve_source(run.settings, key)
+    known = Observations(run, f"raw/{source.source}").provenance(source) if source.kind == "hub" else None
+    return known or observe(run.settings, key)
 
 
-def newer_observation(
-    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str
-) -> str | None:
+def newer_observation(run: Run, path: str) -> str | None:
     """Return the observed fingerprint that the cache `path` is to be built of; None: of the recorded one, or of files
     of chats, which are not observed."""
-    raw = next((upstream for upstream in upstream_of(settings, path) if upstream.startswith("raw/")), None)
-    return None if raw is None else Observations(context, deployment, raw).newer_than(settings, path)
+    raw = next((upstream for upstream in upstream_of(run.settings, path) if upstream.startswith("raw/")), None)
+    return None if raw is None else Observations(run, raw).newer_than(path)

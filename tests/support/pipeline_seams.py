@@ -139,7 +139,7 @@ def turn_taken(root):
 @contextmanager
 def turn_of(settings, key):
     """Hold the turn of pretrain builds as a step of another run does."""
-    with steps.turn(steps.Run(settings, wait=False), key):
+    with steps.turn(steps.Run(None, steps.Deployment(settings=settings), settings, wait=False), key):
         yield
 
 
