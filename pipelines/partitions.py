@@ -20,15 +20,13 @@ from typing import Any
 import dagster as dg
 
 from niels_gpt.kinds.kind import builds_alone
-from niels_gpt.recipes.family import family_named
+from niels_gpt.recipes.asked import code_version, is_in_partitions
 from niels_gpt.recipes.home_recipes import units_of
 from niels_gpt.recipes.plan import every_recipe
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, recorded_recipe
 from niels_gpt.recipes.request import restart
-from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.tokenizer import with_installed
 from niels_gpt.recipes.units import CacheUnits, MadeUnit, NoPlan
-from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, LeftOut
 from pipelines.automation import condition_of
 from pipelines.deployment import Deployment, Run
@@ -48,9 +46,7 @@ from pipelines.steps import (
 )
 from pipelines.versions import (
     PARTITIONS,
-    code_version,
     inputs_of,
-    is_graph,
     newer_observation,
     static_partitions_of,
     upstream_of,
@@ -75,19 +71,12 @@ def in_partitions(deployment: Deployment, made: Iterable[dg.AssetsDefinition]) -
         path = deployment.path_of(plain.key)
         if path in static:
             return _as_seal(deployment, plain)
-        return _as_graph(deployment, plain, plans, *steps) if is_graph(deployment.settings, path) else plain
+        return _as_graph(deployment, plain, plans, *steps) if is_in_partitions(deployment.settings, path) else plain
 
     return [cache(plain) for plain in made]
 
 
 # --- the steps of both forms ------------------------------------------------------------------------------------------
-
-
-def is_in_partitions(settings: Settings, path: str) -> bool:
-    """Whether a run with these settings builds a cache in partitions."""
-    if settings.partitions == 1 or family_named(path) is None:  # only caches of a family are made of a source
-        return settings.partitions > 1
-    return resolve_source(settings, path).is_partitioned(settings)
 
 
 @contextmanager

@@ -1,42 +1,25 @@
-"""The versions that Dagster compares: code versions of assets, and data versions of their inputs.
+"""What an asset is made from, and the data versions of its inputs that Dagster compares.
 
-An asset's code version is a hash of the settings and facts that decide whether a run builds it, if they are known
-without reading a source. Only Dagster uses it; the recipe's fingerprint decides about builds. A materialization has the
-code version of its run's settings, so that Dagster shows a cache as stale that was built with other settings than the
-deployment's.
+A materialization has the code version of its run's settings (niels_gpt/recipes/asked.py), so that Dagster shows a cache
+as stale that was built with other settings than the deployment's.
 """
 
 import math
-import os
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import fields, replace
-from functools import lru_cache
-from hashlib import sha256
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 import dagster as dg
 
 from niels_gpt.cache.meta import find_meta
-from niels_gpt.data.exclude import Exclusion, read_exclusion
-from niels_gpt.data.sources import SOURCES
-from niels_gpt.hub.models import is_local
-from niels_gpt.kinds.kind import has_partitions
-from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
+from niels_gpt.recipes.asked import code_version, is_in_partitions, takes_tokenizer
 from niels_gpt.recipes.eagle3.request import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.request import VOCAB_KEY
-from niels_gpt.recipes.plan import HOME_OF, built_at, every_key, needs_no_tokenizer, observe, settings_fingerprint
+from niels_gpt.recipes.plan import HOME_OF, built_at, every_key, observe
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
-from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, listing_of, resolve_source
-from niels_gpt.recipes.sources import named
-from niels_gpt.recipes.tokenizer import is_id, named_tokenizer, stage_tokenizer, tokenizer_state
-from niels_gpt.recipes.training import training_settings
-from niels_gpt.recipes.user_sources import user_sources
+from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, resolve_source
+from niels_gpt.recipes.tokenizer import stage_tokenizer, tokenizer_state
 from niels_gpt.settings import Settings
-from niels_gpt.storage.fileio import canonical_json
-from niels_gpt.tokenizers.files import tokenizer_files
-from niels_gpt.tokenizers.protocol import FullTokenizer
 from pipelines.deployment import Deployment, Run
 from pipelines.metadata import data_version, materialize_result, observation_metadata
 
@@ -44,175 +27,16 @@ DATA_VERSION, CODE_VERSION = "dagster/data_version", "dagster/code_version"
 INPUT_VERSION, INPUT_POINTER = "dagster/input_data_version", "dagster/input_event_pointer"
 HUB_ASKED = "niels_gpt/hub_asked"
 """The tag of an observation of a hub's dataset that was logged without asking the hub: it moves no other cache."""
-_MOST_FILES = 1000  # of a target
-_MOST_BYTES = 1 << 24  # of a source's files that are read for what --exclude takes from them
 _LOOKED_AT = 50  # of the observations of a source
 SFT_ROOT, ROOT_VERSION = "sft/", "root"
 PARTITIONS = "partitions/"
 """Before the path of a cache: the asset of its static partitions."""
-_DIGITS = 12
 _WHAT_IS_READ = (
     *("source_root", "revision", "roam_dir", "follow_links", "sources_file", "pretrain", "sft", "rollouts"),
     *("as_text", "licence", "attribution"),
     *(each.name for each in fields(Settings) if each.name.endswith(("_dataset", "_config", "_from_hub"))),
 )
 """The settings that decide which text raw/NAME is."""
-
-
-# --- code versions ----------------------------------------------------------------------------------------------------
-
-
-def code_versions(settings: Settings) -> dict[str, str]:
-    """Return the code version of every asset that is built, by its path."""
-    asked = _asked_tokenizer(settings)
-    return {path: code_version(settings, path, asked) for path in every_key(settings)}
-
-
-def code_version(settings: Settings, path: str, asked_tokenizer: tuple[Any, FullTokenizer | None] | None = None) -> str:
-    """Return the code version of one asset with these settings: twelve hex digits.
-
-    asked_tokenizer: of `_asked_tokenizer`, where it is known.
-    """
-    asked, tokenizer = asked_tokenizer or _asked_tokenizer(settings)
-    parts: dict[str, Any] = {"cache_root": os.path.abspath(cache_root(settings))}
-    if path == TOKENIZER_KEY:
-        return _digits({**parts, "tokenizer": asked})
-    if settings.source_root != "hub":  # elsewhere no revision is chosen
-        settings = replace(settings, revision=None)
-    if TOKENIZER_KEY in upstream_of(settings, path):
-        parts["tokenizer"] = asked if tokenizer is None else tokenizer.sha256
-    else:
-        tokenizer = None
-    if path in (VOCAB_KEY, TARGETS_KEY):
-        parts |= {"settings": settings_fingerprint(settings, path), **_of_chats(settings)}
-        parts["target"] = _files_of_target(settings, weights=path == TARGETS_KEY)
-    else:
-        if not is_graph(settings, path):
-            settings = replace(settings, partitions=1)
-        name = path.rpartition("/")[2]
-        parts |= {"settings": settings_fingerprint(settings, path, tokenizer), **_where(settings, name)}
-    return _digits({**parts, **_excluded(settings, path)})
-
-
-def _digits(parts: Any) -> str:
-    return sha256(canonical_json(parts)).hexdigest()[:_DIGITS]
-
-
-def _where(settings: Settings, name: str) -> dict[str, Any]:
-    """Return what decides which files of a source are read."""
-    return {"place": _place(settings, name), **({"follow_links": True} if settings.follow_links else {})}
-
-
-def _place(settings: Settings, name: str) -> str:
-    """Return where the text of a source lies; of one of your own, what its files are relative to."""
-    if user := user_sources(settings).get(name):
-        return "" if Path(user.files).expanduser().is_absolute() else str(user.base)
-    if name not in SOURCES:  # a pattern of files of chats
-        return str(Path(name).expanduser().absolute())
-    if SOURCES[name].dataset is None and settings.source_root == "hub":
-        return str(Path(settings.roam_dir).expanduser().absolute())
-    named = settings.source_root
-    return named if named in ("hub", "sample") else str(Path(named).expanduser().absolute())
-
-
-def _of_chats(settings: Settings) -> dict[str, Any]:
-    """Return what else decides which chats the target is run over."""
-    name = settings.eagle3_source
-    user = user_sources(settings).get(name)
-    return {
-        **_where(settings, name),
-        "source": [user.files, user.licence, user.attribution] if user else asked_revisions(settings).get(name),
-        "exclude": None,  # unless `_excluded` finds something
-        "max_document_bytes": settings.max_document_bytes,
-    }
-
-
-def _files_of_target(settings: Settings, *, weights: bool) -> list[Any] | None:
-    """Return names, sizes and times of the files in the target's folder; None of an id of the hub."""
-    name = settings.eagle3_target
-    if name is None or not is_local(name):
-        return None
-    try:
-        files = sorted(file for file in Path(name).expanduser().iterdir() if file.is_file())[:_MOST_FILES]
-        chosen = [file for file in files if weights or file.suffix not in (".safetensors", ".bin")]
-        return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in chosen]
-    except OSError:  # the build reports it
-        return None
-
-
-def _excluded(settings: Settings, path: str) -> dict[str, Any]:
-    """Return what the list of --exclude takes from the text of a cache; {} for nothing, and where the build reports it.
-
-    It is the whole list where the build compares that, and where a code location that loads cannot read the text.
-    """
-    try:
-        listed = None if settings.exclude is None else read_exclusion(settings.exclude)
-    except (OSError, ValueError):
-        listed = None
-    if listed is None:
-        return {}
-    taken: Any = listed.facts["sha256"]
-    name = HOME_OF[path].source(settings) if path in HOME_OF else path
-    is_whole = settings.partitions > 1 and path not in HOME_OF and has_partitions(path)
-    with suppress(OSError, ValueError):  # such as no files
-        source = None if name is None or is_whole else resolve_source(settings, name)
-        listing = listing_of(source) if source and source.has_samples else None
-        if source and listing and sum(file.stat().st_size for file in source.files) <= _MOST_BYTES:
-            taken = _taken(settings, path, source.spec.key, listed, listing)
-    return {"exclude": taken} if taken else {}
-
-
-@lru_cache(maxsize=64)
-def _taken(settings: Settings, path: str, key: str, listed: Exclusion, _listing: str) -> list[str]:
-    """Read a source for the entries that name something in it. path: of the cache; key: of the one of the source."""
-    raw = path in HOME_OF and not HOME_OF[path].takes_tokenizer(settings)
-    return sorted({*named(settings, resolve_source(settings, key), None, listed, raw=raw)})
-
-
-def _asked_tokenizer(settings: Settings) -> tuple[Any, FullTokenizer | None]:
-    """Return what decides which tokenizer a run installs, the content of a named one or how one is trained; and a named
-    one itself, if it has files beside the one of its ids: of these recipes compare some facts, and not the bytes."""
-    name = settings.tokenizer
-    if name is None:
-        if settings.source_root != "sample" and DEFAULT_TOKENIZER_PATH.is_file():
-            return str(DEFAULT_TOKENIZER_PATH), None  # copied where there is none, and kept
-        return {"kind": settings.tokenizer_kind, **training_settings(settings)}, None
-    if is_id(name):
-        return [name, asked_revisions(settings).get(TOKENIZER_KEY)], None
-    path = Path(name).expanduser().absolute()
-    try:
-        found = tokenizer_files(path, follow_links=settings.follow_links or not path.is_dir())
-    except (OSError, ValueError):  # the build reports it
-        return str(path), None
-    asked = {file: sha256(content).hexdigest() for file, content in found.items()}
-    return asked, _opened(settings, _digits(asked)) if len(found) > 1 else None
-
-
-@lru_cache(maxsize=2)
-def _opened(settings: Settings, _content: str) -> FullTokenizer | None:
-    """Open the tokenizer that settings name, once for a deployment and its runs; None if it is damaged."""
-    try:
-        return named_tokenizer(settings)
-    except (OSError, ValueError):  # the build reports it
-        return None
-
-
-def is_graph(settings: Settings, path: str) -> bool:
-    """Whether the asset of a cache is a graph of partitions with these settings. path: FAMILY/NAME, or tokenizer.
-
-    No file of a source is looked for, so that definitions load at once.
-    """
-    name = path.rpartition("/")[2]
-    if settings.partitions == 1 or not name or not has_partitions(path):  # the root of chats has no name
-        return False
-    if path in HOME_OF:
-        return HOME_OF[path].left_out(settings) is None
-    if name not in SOURCES or SOURCES[name].from_hub is None:
-        return True
-    try:
-        return resolve_source(settings, name).is_partitioned(settings)
-    except (OSError, ValueError):  # the step says what is wrong
-        return True
 
 
 # --- what an asset is made from ---------------------------------------------------------------------------------------
@@ -225,9 +49,9 @@ def upstream_of(settings: Settings, path: str) -> list[str]:
     if path in HOME_OF:
         source = HOME_OF[path].source(settings)  # files of chats or rows are not observed
         found = [f"raw/{source}"] if source else []
-        found += [TOKENIZER_KEY] if settings.eagle3_target is None else []
+        found += [TOKENIZER_KEY] if takes_tokenizer(settings, path) else []
         return [*found, *([VOCAB_KEY] if path == TARGETS_KEY else [])]
-    tokenizer = [] if needs_no_tokenizer(path) else [TOKENIZER_KEY]
+    tokenizer = [TOKENIZER_KEY] if takes_tokenizer(settings, path) else []
     root = [SFT_ROOT] if path.startswith(SFT_ROOT) else []
     return [*tokenizer, f"raw/{path.rpartition('/')[2]}", *root]
 
@@ -251,7 +75,7 @@ def static_partitions_of(deployment: Deployment) -> list[str]:
     settings = deployment.settings
     if not deployment.static_partitions or settings.partitions == 1:
         return []
-    return [path for path in every_key(settings) if is_graph(settings, path)]
+    return [path for path in every_key(settings) if is_in_partitions(settings, path)]
 
 
 def forced(deployment: Deployment, path: str) -> str:

@@ -13,13 +13,14 @@ import yaml
 from support.pipeline_seams import CACHES
 
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.recipes.asked import code_versions
 from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import RENAMED, Settings
 from pipelines import assets, steps
 from pipelines.definitions import defs
 from pipelines.deployment import Deployment, Run
 from pipelines.resources import BuildConfig, settings_from_environment, settings_resource
-from pipelines.versions import code_versions, forced
+from pipelines.versions import forced
 
 KEY = "sft/dolly15k"
 EVERYTHING = {"tokenizer", *CACHES}
