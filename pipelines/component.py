@@ -21,6 +21,7 @@ from pydantic import (
     create_model,
 )
 
+from niels_gpt.recipes.tokenizer import is_id
 from niels_gpt.settings import Settings
 from pipelines.automation import HOURLY, SWITCHES
 from pipelines.definitions import niels_definitions
@@ -78,8 +79,10 @@ _PARTITIONS = WithJsonSchema(SettingsModel.model_json_schema()["properties"]["pa
 """Schemas of attributes. Dagster adds a text, for a template, by a union, and a union's error names no part of it."""
 
 
-def _as_settings(context: dg.ResolutionContext, model: BaseModel) -> Settings:
+def _as_settings(context: dg.ResolutionContext, model: BaseModel | str) -> Settings:
     """Return the settings that YAML gives; the defaults for the others. Raises: ValueError that names a setting."""
+    if isinstance(model, str):
+        raise ValueError(f"found {model!r}, expected settings by name, or a template of such")
     given = context.resolve_value(model.model_dump(exclude_unset=True))
     return Settings(**parsed(given, "settings.{}".format))  # a template's text into numbers
 
@@ -91,7 +94,9 @@ class Hours(dg.Model):
     warn: float | None = Field(None, gt=0)
 
 
-def _as_policy(_: dg.ResolutionContext, hours: Hours) -> dg.FreshnessPolicy:
+def _as_policy(_: dg.ResolutionContext, hours: Hours | str) -> dg.FreshnessPolicy:
+    if isinstance(hours, str):
+        raise ValueError(f"found {hours!r}, expected hours as {{fail: 48, warn: 24}}, or a template of a policy")
     warn = None if hours.warn is None else timedelta(hours=hours.warn)
     return dg.FreshnessPolicy.time_window(fail_window=timedelta(hours=hours.fail), warn_window=warn)
 
@@ -109,15 +114,17 @@ def _from(root: Path, settings: Settings) -> Settings:
     for name, others in (("source_root", ("hub", "sample")), ("exclude", ()), ("chat_template", ("tokenizer",))):
         if (text := getattr(settings, name)) and text not in others:
             changed[name] = placed(text)
-    for name in ("tokenizer", "eagle3_target", "sources_file"):  # an id of the hub is no file here
-        if (text := getattr(settings, name)) and (text.startswith(".") or (root / text).exists()):
+    for name in ("tokenizer", "eagle3_target"):
+        if (text := getattr(settings, name)) and (not is_id(text) or (root / Path(text).parts[0]).exists()):
             changed[name] = placed(text)
+    if settings.sources_file != Settings.sources_file or (root / settings.sources_file).exists():
+        changed["sources_file"] = placed(settings.sources_file)
     if set(settings.eagle3_source) & set("/.*"):  # which no name of a source has
         changed["eagle3_source"] = placed(settings.eagle3_source)
     for name in ("pretrain", "sft", "rollouts"):
         lines = [line.partition("=") for line in (getattr(settings, name) or "").split(";") if line.strip()]
         if lines:
-            changed[name] = ";".join(f"{left}{equals}{placed(files.strip())}" for left, equals, files in lines)
+            changed[name] = ";".join(f"{left}={placed(files.strip())}" if is_ else left for left, is_, files in lines)
     return replace(settings, **changed)
 
 

@@ -9,12 +9,14 @@ from datetime import timedelta
 import dagster as dg
 import pytest
 import yaml
+from dagster.components.core.component_tree import ComponentTreeException
 from dagster.components.testing import create_defs_folder_sandbox
 from pydantic import ValidationError
 from support import ROOT
 from support.documents import blocks_of
 
 from niels_gpt.settings import Settings
+from niels_gpt.storage.codes import code_of
 from pipelines import NielsCaches
 from pipelines.definitions import niels_definitions
 
@@ -118,6 +120,21 @@ def test_a_file_of_sources_lies_beside_the_yaml_and_other_paths_start_in_the_pro
         assert texts == {"roam": str(root / "mirror"), "notes": str(root / "notes/*.md"), "logs": "/srv/logs"}
 
 
+def cause_of(settings):
+    """Return the error that a component with these settings ends with."""
+    with pytest.raises(ComponentTreeException) as raised, loaded({"settings": settings}):
+        pass
+    return raised.value.__cause__
+
+
+def test_a_file_of_the_current_folder_is_not_read_and_a_wrong_line_is_quoted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text('[sft.support]\nfiles = "chats.json"\n')
+    missing = cause_of({"sources_file": "mine.toml"})
+    assert code_of(missing) == "E104" and str(tmp_path) not in str(missing)
+    assert "--pretrain notes:" in str(cause_of({"pretrain": "notes"}))
+
+
 def test_single_assets_change_by_translation_by_post_processing_and_in_a_subclass():
     owner = "{{ ['team:chat'] if path == 'sft/oasst1' else spec.owners }}"
     attributes = {
@@ -170,6 +187,12 @@ def test_a_wrong_attribute_is_named_when_it_loads(attributes, place):
         NielsCaches.from_attributes_dict(attributes=attributes)
     places = [tuple(part for part in error["loc"] if part in place) for error in raised.value.errors()]
     assert place in places
+
+
+@pytest.mark.parametrize("name", ["settings", "freshness"])
+def test_a_text_that_is_no_template_is_quoted(name):
+    with pytest.raises(Exception, match="found 'daily', expected"):
+        NielsCaches.from_attributes_dict(attributes={name: "daily"})
 
 
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
