@@ -14,12 +14,11 @@ The steps share the cache folder and pass no values to each other. So no I/O man
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import dagster as dg
 
-from niels_gpt.kinds.kind import builds_alone
 from niels_gpt.recipes.asked import code_version, is_in_partitions
 from niels_gpt.recipes.home_recipes import units_of
 from niels_gpt.recipes.plan import every_recipe
@@ -35,7 +34,7 @@ from pipelines.steps import (
     BUILD_POOL,
     BUILD_TAG,
     NETWORK_RETRIES,
-    leave_out,
+    left_out,
     progress_log,
     report,
     report_made_too,
@@ -115,14 +114,11 @@ def _sealed(run: Run, path: str, remedy: str) -> Iterator[dg.MaterializeResult[N
         return every_recipe(core)[path](core, observed=newer_observation(run, path), progress=progress_log(run))
 
     # The turn inside of `step`: its error E503 is no reason to try again.
-    with step(run), turn(run, path) if builds_alone(path) else nullcontext(), _instead(remedy):
-        try:
-            result = report(run, waited_for(run, path, build))
-        except LeftOut as error:
-            leave_out(run, error)
-            return
+    made: list[dg.MaterializeResult[None]] = []
+    with step(run), turn(run, path), left_out(run), _instead(remedy):
+        made.append(report(run, waited_for(run, path, build)))
         report_made_too(run, path)
-    yield result
+    yield from made
 
 
 def _refuse_unfinished(units: CacheUnits, remedy: str) -> None:
@@ -304,16 +300,13 @@ def _partition_asset(deployment: Deployment, path: str) -> dg.AssetsDefinition:
     def partition(context: dg.AssetExecutionContext, config: BuildConfig) -> Iterator[dg.MaterializeResult[None]]:
         run = _asked(context, deployment, config)
         again = f"Materialize all partitions of {PARTITIONS}{path} again in one backfill, which makes a new plan"
-        with step(run), _instead(again):
-            try:
-                result = _partition(run, path)
-            except LeftOut as error:
-                leave_out(run, error)
-                return
-        yield result
+        made: list[dg.MaterializeResult[None]] = []
+        with step(run), left_out(run), _instead(again):
+            made.append(_partition(run, path))
+        yield from made
 
-    made: dg.AssetsDefinition = partition
-    return made
+    asset: dg.AssetsDefinition = partition
+    return asset
 
 
 def _asked(context: dg.AssetExecutionContext, deployment: Deployment, config: WaitConfig) -> Run:

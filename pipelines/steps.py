@@ -67,7 +67,7 @@ def cache_asset(deployment: Deployment, path: str, group: str, description: str)
         group_name=deployment.group(group),
         retry_policy=NETWORK_RETRIES,
         required_resource_keys={deployment.resource},
-        output_required=False,  # a tokenizer without sentinels builds no chats: leave_out
+        output_required=False,  # a tokenizer without sentinels builds no chats: left_out
         pool=BUILD_POOL if is_alone else None,
         op_tags={**deployment.op_tags, **({BUILD_TAG: "true"} if is_alone else {})},
     )
@@ -76,25 +76,20 @@ def cache_asset(deployment: Deployment, path: str, group: str, description: str)
 
         def build() -> Outcome:
             # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
-            core = with_installed(run.settings)
+            core = with_installed(run.settings)  # the asset `tokenizer` alone replaces the one that is there
             progress = progress_log(run, (kind_of_key(path) or Kind).counted)
             outcome = every_recipe(core)[path](core, observed=newer_observation(run, path), progress=progress)
             report_made_too(run, path)
             return outcome
 
-        with step(run), turn(run, path) if is_alone else nullcontext():
-            try:
-                start_over(run, path)
-                # The asset `tokenizer` alone replaces the one that is there.
-                outcome = waited_for(run, path, build)
-            except LeftOut as error:
-                leave_out(run, error)
-                return
-            result = report(run, outcome)
-        yield result
+        made: list[dg.MaterializeResult[None]] = []
+        with step(run), turn(run, path), left_out(run):
+            start_over(run, path)
+            made.append(report(run, waited_for(run, path, build)))
+        yield from made
 
-    made: dg.AssetsDefinition = cache
-    return made
+    asset: dg.AssetsDefinition = cache
+    return asset
 
 
 def report_made_too(run: Run, path: str) -> None:
@@ -179,28 +174,35 @@ def why_from_scratch(run: Run, path: str) -> str | None:
 def turn(run: Run, path: str) -> AbstractContextManager[None]:
     """Hold what one run alone may have that builds a pretrain cache in this folder: it encodes on all cores.
 
+    Of another cache nothing.
     It waits where another has it: a run that does not wait is about the cache at `path` alone.
     Raises: CacheError E503 where another process builds that cache and the run does not wait.
     """
+    if not builds_alone(path):
+        return nullcontext()
     if not run.wait:
         refuse_if_building(cache_root(run.settings) / path)
     lock = cache_root(run.settings) / RUNS_DIR / "pretrain.turn"
     return file_lock(lock, lock.parent.parent, "a pretrain cache is being built", wait=True)
 
 
-def leave_out(run: Run, error: LeftOut) -> None:
-    """Log why an asset is not materialized, so that its step is skipped; raise `error` if a run has only such ones.
+@contextmanager
+def left_out(run: Run) -> Iterator[None]:
+    """Log why an asset cannot be materialized, so that its step is skipped; raise LeftOut if a run has only such ones.
 
     A run of all assets materializes those that it can: with a tokenizer without sentinels no chats, and without a
     target, or the extra eagle3, nothing of eagle3.
     """
-    selected = run.context.job_def.asset_layer.selected_asset_keys  # may be another deployment's too
-    ours = [path for path in every_key(run.deployment.settings) if run.deployment.key(path) in selected]
-    families = {path.split("/")[0] for path in ours} - {TOKENIZER_KEY}
-    unbuildable = {"eagle3"} if isinstance(error, NoTarget | NoExtra) else {"sft", "trees", "eagle3"}
-    if not families - unbuildable:
-        raise error
-    run.context.log.warning(f"left out [{error.warning}]: {error}")
+    try:
+        yield
+    except LeftOut as error:
+        selected = run.context.job_def.asset_layer.selected_asset_keys  # may be another deployment's too
+        ours = [path for path in every_key(run.deployment.settings) if run.deployment.key(path) in selected]
+        families = {path.split("/")[0] for path in ours} - {TOKENIZER_KEY}
+        unbuildable = {"eagle3"} if isinstance(error, NoTarget | NoExtra) else {"sft", "trees", "eagle3"}
+        if not families - unbuildable:
+            raise
+        run.context.log.warning(f"left out [{error.warning}]: {error}")
 
 
 # --- what a step logs and reports -------------------------------------------------------------------------------------
