@@ -241,7 +241,7 @@ def _build_partition(deployment: Deployment) -> dg.OpDefinition:
     def build_partition(context: dg.AssetExecutionContext, config: WaitConfig) -> Iterator[dg.Output[None]]:
         asked, path = deployment.run(context, config), deployment.path_of(context.asset_key)
         number = int(str(context.op_execution_context.get_mapping_key()).removeprefix("p"))
-        with step(context, deployment), _instead(_in_a_new_run(path)):
+        with step(context, deployment), _instead(_in_a_new_run(deployment, path)):
             units = units_of(with_installed(asked.settings), path, fixes=False)
             _, figures = _built(context, units, number, asked)
         yield dg.Output(None, metadata=figures)
@@ -264,15 +264,16 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
     )
     def seal_cache(context: dg.AssetExecutionContext, config: WaitConfig) -> Iterator[dg.Output[None]]:
         asked, path = deployment.run(context, config), deployment.path_of(context.asset_key)
-        yield from map(_as_output, _sealed(context, deployment, asked, path, _in_a_new_run(path)))
+        yield from map(_as_output, _sealed(context, deployment, asked, path, _in_a_new_run(deployment, path)))
 
     made: dg.OpDefinition = seal_cache
     return made
 
 
-def _in_a_new_run(path: str) -> str:
+def _in_a_new_run(deployment: Deployment, path: str) -> str:
     """Return the remedy for a re-execution: it repeats no successful step, so it cannot make a new plan."""
-    return f"Materialize {path} in a new run, which plans its partitions again; a re-execution of this run does not"
+    key = deployment.key(path).to_user_string()
+    return f"Materialize {key} in a new run, which plans its partitions again; a re-execution of this run does not"
 
 
 def _as_output(result: dg.MaterializeResult[None]) -> dg.Output[None]:
@@ -320,7 +321,7 @@ def _partition_asset(deployment: Deployment, path: str) -> dg.AssetsDefinition:
     )
     def partition(context: dg.AssetExecutionContext, config: BuildConfig) -> Iterator[dg.MaterializeResult[None]]:
         asked = _asked(context, deployment, config)
-        again = f"Materialize all partitions of {PARTITIONS}{path} again in one backfill, which makes a new plan"
+        again = f"Materialize {_all_of(deployment, path)}, which makes a new plan"
         with step(context, deployment), _instead(again):
             try:
                 result = _partition(context, deployment, asked, path)
@@ -331,6 +332,11 @@ def _partition_asset(deployment: Deployment, path: str) -> dg.AssetsDefinition:
 
     made: dg.AssetsDefinition = partition
     return made
+
+
+def _all_of(deployment: Deployment, path: str) -> str:
+    """Return what a remedy says to materialize for a new plan of a cache."""
+    return f"all partitions of {deployment.key(PARTITIONS + path).to_user_string()} in one backfill"
 
 
 def _asked(context: dg.AssetExecutionContext, deployment: Deployment, config: WaitConfig) -> Run:
@@ -360,8 +366,8 @@ def _partition(
         mended = units.mend(number)
         if mended is None and not units.restart(number):  # of a kind that cannot be mended
             if not _is_of_many(context):
-                text = f"{path} is sealed and up to date. Materialize all partitions of {PARTITIONS}{path} with force"
-                raise dg.Failure(f"{text}, in one backfill", allow_retries=False)
+                text = f"{path} is sealed and up to date. Materialize {_all_of(deployment, path)}, with force"
+                raise dg.Failure(text, allow_retries=False)
             restart(core, path)
             units = _units(context, deployment, core, path)
     made, figures = _built(context, units, number, asked, mended and mended[0])
@@ -431,7 +437,7 @@ def _as_seal(deployment: Deployment, plain: dg.AssetsDefinition) -> dg.AssetsDef
             for number in start_over(context, deployment, asked, path):
                 _built(context, units_of(with_installed(asked.settings), path), number, asked)
         # A partition of this plan that is finished stays as it is.
-        again = f"Materialize all partitions of {PARTITIONS}{path} in one backfill, then {path}"
+        again = f"Materialize {_all_of(deployment, path)}, then {spec.key.to_user_string()}"
         yield from _sealed(context, deployment, asked, path, again)
 
     (made,) = dg.map_asset_specs(lambda _: spec, [cache])

@@ -114,7 +114,7 @@ def test_a_partition_of_another_plan_is_refused_and_a_backfill_makes_a_new_plan(
     other = replace(three, seed=7)
     assert stale(instance, other, **STATIC) == {f"{PARTITIONS}/00000": "has a new code version"}
     refused, _ = one(instance, other, 1, raise_on_error=False)
-    assert "[E511]" in said(refused) and f"all partitions of {PARTITIONS} again in one backfill" in said(refused)
+    assert "[E511]" in said(refused) and f"all partitions of {PARTITIONS} in one backfill" in said(refused)
     tags = {"dagster/backfill": "one"}
     for number in range(three.partitions):
         assert one(instance, other, number, tags=tags)[1] == "built"
@@ -146,6 +146,16 @@ def test_no_selection_of_caches_has_an_asset_with_partitions(settings: Settings)
     assert definitions.resolve_job_def("llm__partitions").partitions_def is not None
     plain = {key for key in niels_definitions("llm", parted, group_prefix="llm/").resolve_all_asset_keys()}
     assert {*graph.get_all_asset_keys()} - plain == {dg.AssetKey(key.split("/")) for key in partitioned}
+
+
+def test_what_a_seal_without_partitions_says_to_do_names_the_assets_of_the_deployment(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    refused = run(
+        instance, replace(settings, partitions=2), "llm/sft/oasst1", key_prefix="llm", raise_on_error=False, **STATIC
+    )
+    assert "[E510]" in said(refused)
+    assert "all partitions of llm/partitions/sft/oasst1 in one backfill, then llm/sft/oasst1 " in said(refused)
 
 
 @pytest.mark.slow
