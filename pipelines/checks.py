@@ -65,7 +65,10 @@ def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
                     try:
                         note_check(cache, version, name, has_failed=bool(verdict.problems))
                     except (CacheError, OSError) as error:
-                        context.log.warning(f"{path}: no build will know that {name} was checked: {error}")
+                        context.log.warning(
+                            f"{path}: no build will know that {name} was checked, so only the run config "
+                            f"`{forced(deployment, path)}` builds it again: {error}"
+                        )
                 for problem in verdict.problems[:1]:  # an event of a check is not on the console
                     context.log.log("ERROR" if rules[name].blocking else "WARNING", f"{path}: {name}: {problem}")
                 yield _result(deployment, key, rules[name], verdict)

@@ -14,6 +14,7 @@ raw/NAME                                           observed: the source text of 
 sft/                                               observed: the root for `--select sft/*`
 """
 
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -173,7 +174,7 @@ class _ThenSaysWhere(dg.Executor):
         """Yield the events of the steps."""
         yield from self._inner.execute(plan_context, execution_plan)
         where = cache_root(settings_from_environment())
-        plan_context.log.info(f"caches: {where}; {PROGRAM} list {where}")
+        plan_context.log.info(f"caches: {where}; {PROGRAM} list {shlex.quote(str(where))}")
 
     @property
     def retries(self) -> Any:

@@ -144,7 +144,8 @@ def _as_graph(
     spec = plain.get_asset_spec()
     paths = upstream_of(deployment.settings, deployment.path_of(spec.key))
     names = {deployment.key(path): path.partition("/")[0] for path in paths}  # tokenizer, raw, eagle3
-    upstream = {names.get(key) or key.to_python_identifier(): key for key in (dep.asset_key for dep in spec.deps)}
+    keys = [dep.asset_key for dep in spec.deps]  # a translator's too
+    upstream = {names.get(key) or f"also_{key.to_python_identifier()}": key for key in keys}
     plan = plans.setdefault(frozenset(upstream), _plan_partitions(deployment, sorted(upstream)))
 
     @dg.graph_asset(

@@ -110,8 +110,8 @@ def start_over(run: Run, path: str) -> list[int]:
     if why and not damaged:
         waited_for(run, path, lambda: restart(run.settings, path))
     if why:
-        what = f"partition {', '.join(map(str, damaged))} alone is" if damaged else ""
-        run.context.log.info(f"{path}: {what or 'built from scratch'}: {why}")
+        what = f"built again, partition {', '.join(map(str, damaged))} alone" if damaged else "built from scratch"
+        run.context.log.info(f"{path}: {what}: {why}")
     return damaged
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from niels_gpt.cache import PretrainTokenStreamDataset
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
+from pipelines.definitions import EXECUTOR
 
 
 @pytest.fixture
@@ -86,6 +88,20 @@ def test_the_command_of_the_readme_builds_exactly_the_sft_caches(home, monkeypat
         assert done.returncode == 0, done.stderr
         again = events(home, monkeypatch)
         assert all(again[f"sft/{name}"][0] == "built" for name in ("dolly15k", "oasst1"))
+
+
+@dg.job(executor_def=EXECUTOR)
+def of_no_step():
+    pass
+
+
+def test_the_last_line_of_a_run_can_be_pasted_into_a_shell(monkeypatch):
+    monkeypatch.setenv("NIELS_GPT_CACHE_DIR", "my caches")
+    with dg.DagsterInstance.ephemeral() as instance:
+        config = {"execution": {"config": {"in_process": True}}}
+        run = dg.execute_job(dg.reconstructable(of_no_step), instance, run_config=config)
+        (line,) = [each.user_message for each in instance.all_logs(run.run_id) if "caches: " in each.user_message]
+    assert shlex.split(line.split("; ")[1]) == ["niels-gpt", "list", "my caches/sample"]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+import yaml
 from support.dagster_runs import builder_of, built, check_alone, metadata, run, verdicts
 from support.pipeline_seams import check_never_passes, noted_restarts, recipe_is, turn_of
 
@@ -60,6 +61,20 @@ def test_a_damaged_cache_is_repaired_by_materializing_it_once_more(
     assert not check_alone(instance, settings, KEY, CHECK).success
     assert not build_token_cache(settings, "dolly15k").reused
     assert check_alone(instance, settings, KEY, CHECK).success and built(run(instance, settings, KEY)) == set()
+
+
+@pytest.mark.slow
+def test_a_check_that_is_not_recorded_names_the_run_config_that_repairs(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    run(instance, settings, KEY)
+    damage(settings)
+    with builder_of(settings, KEY):
+        failed = check_alone(instance, settings, KEY, CHECK)
+    assert not failed.success
+    (line,) = [line for line in said(instance, failed) if "no build will know" in line]
+    repaired = run(instance, settings, KEY, run_config=yaml.safe_load(line.split("`")[1]))
+    assert built(repaired) == {KEY} and verdicts(repaired)[CHECK][0]
 
 
 def test_force_builds_from_scratch_and_a_retry_goes_on_with_that(

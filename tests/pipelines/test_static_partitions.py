@@ -88,8 +88,8 @@ def test_partitions_are_built_in_any_order_by_anybody_and_sealed_to_the_same_byt
     shards[1].write_bytes(b"\xff" * shards[1].stat().st_size)
     assert not check_alone(instance, three, CACHE, "ids_below_vocab_size").success
     mended = run(instance, three, CACHE, **STATIC)
-    (line,) = [each.user_message for each in instance.all_logs(mended.run_id) if "alone is" in str(each.user_message)]
-    assert "partition 1 alone" in line
+    (line,) = [each.user_message for each in instance.all_logs(mended.run_id) if "its check" in str(each.user_message)]
+    assert "built again, partition 1 alone:" in line
     assert_same_files(f"{directly.cache_dir}/pretrain", f"{three.cache_dir}/pretrain")
 
     damaged = next(Path(three.cache_dir, CACHE, "train").glob("*.bin"))

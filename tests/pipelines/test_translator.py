@@ -56,6 +56,16 @@ def test_each_name_follows_a_changed_key(tmp_path, tiny_model_path, partitions):
     assert dg.AssetKey(["text", "llm", "raw", "oasst1"]) in jobs["llm__observe"]
 
 
+def test_a_graph_may_depend_on_another_asset_called_tokenizer(settings):
+    class Needs(CacheTranslator):
+        def get_asset_spec(self, path, spec):
+            return spec.merge_attributes(deps=["tokenizer"]) if path == "sft/oasst1" else spec
+
+    parted = Settings(**{**vars(settings), "partitions": 2})
+    graph = niels_definitions("llm", parted, translator=Needs()).resolve_asset_graph()
+    assert parents(graph, ["llm", "sft", "oasst1"]) >= {"tokenizer", "llm/tokenizer"}
+
+
 @pytest.mark.parametrize("partitions", [1, 2])
 def test_a_run_with_changed_keys_leaves_nothing_stale(instance, settings, partitions):
     settings = Settings(**{**vars(settings), "partitions": partitions})
