@@ -37,6 +37,7 @@ from niels_gpt.engine.units import (
     version_folder,
 )
 from niels_gpt.kinds.kind import MALFORMED, Kind, kind_of_key, units_of_key
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.family import Job
 from niels_gpt.recipes.records import (
     Measurement,
@@ -477,7 +478,9 @@ class Units(CacheUnits):
                 receipt, reused = self._built(plan, partition, wait, progress, mends=True)
                 with build_lock(self.path, wait=True):
                     mended = self._mended_by(plan, number, self.kind.mend)
-                    if mended is not None and not mended.left:
+                    # `left` has the files of all units. Shards of others may still be damaged, if a check has failed.
+                    is_whole = not (self.mends and find_damage(self.path, deep=True))
+                    if mended is not None and not mended.left and is_whole:
                         note_built_again(self.path)
                         if is_current(self.path, plan.fingerprint):
                             discard_plan(plan)

@@ -174,6 +174,23 @@ def test_one_wrong_bit_of_static_partitions_is_mended_by_the_seal(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("static", [False, True])
+def test_damage_in_several_partitions_is_mended_by_all_of_them(
+    instance: dg.DagsterInstance, settings: Settings, static: bool
+) -> None:
+    key, settings, how = "pretrain/wikitext", replace(settings, partitions=4), {"static_partitions": static}
+    build_token_cache(settings, "wikitext")
+    version = Path(settings.cache_dir, key).resolve()
+    first = {file: file.read_bytes() for file in version.rglob("*.bin")}
+    for shard in (version / "train").iterdir():
+        shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
+    assert not check_alone(instance, settings, key, CHECK).success
+    result = run(instance, settings, key, config={"deep_checks": True}, **how)
+    assert {file: file.read_bytes() for file in first} == first and verdicts(result)["files_match_meta"][0]
+    assert not [*version.parent.glob("partitions-*")] and not (version.parent / "failed.json").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [KEY, "tokenizer"])
 def test_a_cache_that_is_away_for_a_while_fails_its_checks_and_is_not_built_again(
     instance: dg.DagsterInstance, settings: Settings, key: str
