@@ -15,6 +15,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.remedies import build_command, did_you_mean
 from pipelines.resources import RunSettings, WaitConfig
 
+HOURLY = "0 * * * *"
 _PREFIX_PART = re.compile(r"[A-Za-z0-9_.-]+")
 Context = dg.AssetExecutionContext | dg.AssetCheckExecutionContext
 
@@ -53,7 +54,7 @@ class Deployment:
     """Stands before the name of every group, such as llm/."""
     automation: frozenset[str] = frozenset()
     """Sensors that are on from the start: see pipelines/automation.py."""
-    observe_cron: str = "0 * * * *"
+    observe_cron: str = HOURLY
     """When the sensor `observe` observes the sources: a cron expression, in UTC."""
     freshness: dg.FreshnessPolicy | None = None
     """Of every asset that is built; None: Dagster evaluates none."""

@@ -76,7 +76,7 @@ def parsed(given: Mapping[str, Any], called: Callable[[str], str] = str) -> dict
         try:
             chosen[name] = TypeAdapter(_TYPES[name]).validate_python(value)
         except ValidationError as error:
-            problems.append(f"{called(name)}: {error.errors()[0]['msg']}")
+            problems.append(f"{called(name)}: {error.errors()[0]['msg']}; found {value!r}")
     if problems:
         raise ValueError("; ".join(problems))
     return chosen
