@@ -166,6 +166,15 @@ def test_targets_alone_make_a_draft_vocabulary_that_is_not_current_and_record_th
         assert done.status == 0 and said in done.out
 
 
+@pytest.mark.slow
+def test_the_targets_of_the_folders_tokenizer_leave_the_draft_vocabulary_current(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    sample = dataclasses.replace(settings, source_root="sample", eagle3_target=None, eagle3_check_samples=0)
+    assert built(run(instance, sample, "tokenizer", VOCAB)) >= {VOCAB}
+    assert built(run(instance, sample, KEY)) == {KEY} and stale(instance, sample) == {}
+
+
 def test_it_covers_what_the_counted_tokens_say(settings, tmp_path):
     # Supervised are 7 three times, 9 twice and 11 once. The first of the draft's tokens is the target's end of turn.
     rows = [{"input_ids": [5, 7, 7, 9, 5], "loss_mask": [0, 1, 1, 1, 0]}]
