@@ -27,7 +27,6 @@ from pipelines.versions import PARTITIONS, SFT_ROOT, static_partitions_of
 
 SWITCHES = ("observe", "files", "rebuild")
 """The sensors, which `niels_definitions(automation=...)` may name."""
-HOURLY = "0 * * * *"
 FILES_SECONDS = 30.0
 """Seconds after which a tick of the sensor files leaves the other sources to the next one: Dagster ends it after 60."""
 RETRIED = {"dagster/max_retries": "2"}

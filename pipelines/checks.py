@@ -55,7 +55,7 @@ def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
     )
     def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
         names = {selected.name for selected in context.selected_asset_check_keys}
-        settings = deployment.run(context).settings
+        settings = deployment.settings_of(context)
         cache, outside = cache_root(settings) / path, _kind(path).outside_checks.keys()
         version = committed_version(cache)
         # These need more than the cache: if that is missing, no other check fails.

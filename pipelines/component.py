@@ -23,16 +23,16 @@ from pydantic import (
 
 from niels_gpt.recipes.tokenizer import is_id
 from niels_gpt.settings import Settings
-from pipelines.automation import HOURLY, SWITCHES
+from pipelines.automation import SWITCHES
 from pipelines.definitions import niels_definitions
-from pipelines.deployment import CacheTranslator
+from pipelines.deployment import HOURLY, CacheTranslator
 from pipelines.resources import parsed
 
 _TYPES: dict[str, Any] = get_type_hints(Settings)
 _JSON = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 _LIMITS = {"least": ("ge", "minimum"), "most": ("le", "maximum"), "below": ("lt", "exclusiveMaximum")}
 """Of a setting's metadata: what pydantic and JSON schema call them."""
-_IS_TEMPLATE = "{{"
+_TEMPLATE = "{{"
 """A text with it is a template of Dagster, such as {{ env.THREADS }}: what it gives is checked once it is known."""
 _NO_TEMPLATE = {"type": "string", "not": {"pattern": r"\{\{"}}
 
@@ -59,7 +59,7 @@ def _of_setting(setting: Setting[Any]) -> tuple[Any, Any]:
 
 
 def _or_template(value: Any, check: Any) -> Any:
-    return value if isinstance(value, str) and _IS_TEMPLATE in value else check(value)
+    return value if isinstance(value, str) and _TEMPLATE in value else check(value)
 
 
 _FORM: Any = {each.name: _of_setting(each) for each in fields(Settings)}
@@ -124,7 +124,9 @@ def _from(root: Path, settings: Settings) -> Settings:
     for name in ("pretrain", "sft", "rollouts"):
         lines = [line.partition("=") for line in (getattr(settings, name) or "").split(";") if line.strip()]
         if lines:
-            changed[name] = ";".join(f"{left}={placed(files.strip())}" if is_ else left for left, is_, files in lines)
+            changed[name] = ";".join(
+                f"{left}={placed(files.strip())}" if equals else left for left, equals, files in lines
+            )
     return replace(settings, **changed)
 
 

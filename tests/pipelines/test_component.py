@@ -102,7 +102,7 @@ def test_settings_come_from_the_file_alone_and_a_template_from_the_environment(m
     given = {"threads": "{{ env.CORES }}", "cache_dir": "{{ env.CORES }}/cache"}
     made = NielsCaches.from_attributes_dict(attributes={"settings": given})
     assert made.settings == Settings(threads=3, cache_dir="3/cache")
-    with pytest.raises(Exception, match=r"settings\.threads"):
+    with pytest.raises(Exception, match=r"settings\.threads.*found None"):
         NielsCaches.from_attributes_dict(attributes={"settings": {"threads": "{{ env.NOT_SET }}"}})
 
 

@@ -39,13 +39,13 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest
 from niels_gpt.eagle3.target import write_small_target
 from niels_gpt.eagle3.vocab import load_token_mapping
+from niels_gpt.recipes.asked import code_versions
 from niels_gpt.recipes.plan import plan
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import sha256_file
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.sentinels import add_sentinels
 from pipelines.definitions import niels_definitions
-from pipelines.versions import code_versions
 
 KEY = "eagle3/targets"
 VOCAB = "eagle3/draft_vocab"

@@ -51,6 +51,7 @@ def test_every_flag_named_in_a_document_exists():
                 "--dataloader",
                 "--assets",
                 "--json",
+                "--noprompt",
                 "--prefix",
             }:  # of other tools
                 assert flag.replace("_", "-") in known or flag in written, f"{document.name}: {flag}"
