@@ -89,7 +89,7 @@ def _instead(remedy: str) -> Iterator[None]:
 
 def _built(run: Run, units: CacheUnits, number: int, mended: MadeUnit | None = None) -> tuple[MadeUnit, dict[str, Any]]:
     """Build a partition unless it is finished, and log it. Returns it with its figures."""
-    made = mended or units.build(number, wait=run.wait, progress=progress_log(run, units.counted))
+    made = mended or units.build(number, wait=run.wait, progress=progress_log(run.context, units.counted))
     done = "was finished already" if made.reused else f"built in {made.seconds:.1f} s"
     run.context.log.info(f"{units.key}: partition {number} of {made.partition.total} {done}")
     counts = made.meta["totals"] if "partition" in made.meta else {}
@@ -110,8 +110,8 @@ def _sealed(run: Run, path: str, remedy: str) -> Iterator[dg.MaterializeResult[N
             units = units_of(core, path, fixes=False)
             if path in static_partitions_of(run.deployment):
                 _refuse_unfinished(units, remedy)
-            return units.seal(progress=progress_log(run, "files", "bytes"))
-        return every_recipe(core)[path](core, observed=newer_observation(run, path), progress=progress_log(run))
+            return units.seal(progress=progress_log(run.context, "files", "bytes"))
+        return every_recipe(core)[path](core, observed=newer_observation(run, path), progress=progress_log(run.context))
 
     # The turn inside of `step`: its error E503 is no reason to try again.
     made: list[dg.MaterializeResult[None]] = []

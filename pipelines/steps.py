@@ -77,7 +77,7 @@ def cache_asset(deployment: Deployment, path: str, group: str, description: str)
         def build() -> Outcome:
             # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
             core = with_installed(run.settings)  # the asset `tokenizer` alone replaces the one that is there
-            progress = progress_log(run, (kind_of_key(path) or Kind).counted)
+            progress = progress_log(run.context, (kind_of_key(path) or Kind).counted)
             outcome = every_recipe(core)[path](core, observed=newer_observation(run, path), progress=progress)
             report_made_too(run, path)
             return outcome
@@ -247,9 +247,9 @@ class _ToRun(logging.Handler):
         self._log.log(record.levelno, f"{record.getMessage()} [{code}]" if code else record.getMessage())
 
 
-def progress_log(run: Run, counted: str = "documents", measured: str = "tokens") -> Progress:
+def progress_log(context: dg.AssetExecutionContext, counted: str = "documents", measured: str = "tokens") -> Progress:
     """Return a builder's progress callback that writes a line to the run's log every ten seconds."""
-    return progress_lines(run.context.log.info, measured, counted)
+    return progress_lines(context.log.info, measured, counted)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def _asset(deployment: Deployment, line: Line) -> dg.AssetsDefinition:
     def output(context: dg.AssetExecutionContext, config: WaitConfig) -> dg.MaterializeResult[None]:
         run = deployment.run(context, config)
         with step(run):
-            progress = progress_log(run, "files", "bytes")
+            progress = progress_log(run.context, "files", "bytes")
             done = deliver(run.settings, line, wait=run.wait, progress=progress)
         version = done.content_sha256
         tags = {f"{INPUT_VERSION}/{cache.to_user_string()}": version} if is_ours else None
