@@ -8,7 +8,7 @@ eagle3.py       the draft's vocabulary and the target's outputs
 partitions.py   a cache with --partitions: a graph of a plan, a step for each partition, and a seal
 exchange/       exports and published caches, downstream of the caches
 steps.py        runs the steps: revisions, builds from scratch, turns, logs, errors, materializations
-versions.py     the versions that Dagster compares: code versions, and data versions of inputs
+versions.py     what an asset is made from, and the data versions of its inputs
 checks.py       the asset checks, made of the rules of niels_gpt.kinds
 metadata.py     the entries of a finished asset's page: figures of the kind, meta.json, a picture, decoded examples
 describe.py     the page of an asset before it is materialized

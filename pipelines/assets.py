@@ -57,7 +57,7 @@ def _observable(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition
         run = deployment.run(context)
         with clear_errors(deployment):
             listing = listing_digest(run.settings, spec.key)  # before the files are read: they may change meanwhile
-            provenance, warning = look_at(context, deployment, run.settings, spec.key)
+            provenance, warning = look_at(run, spec.key)
         if warning:
             context.log.warning(warning)
         yield dg.ObserveResult(
@@ -105,12 +105,12 @@ def _tokenizer(deployment: Deployment) -> dg.AssetsDefinition:
     )
     def tokenizer(context: dg.AssetExecutionContext, config: BuildConfig) -> dg.MaterializeResult[None]:
         run = deployment.run(context, config)
-        with step(context, deployment):
-            why = why_from_scratch(context, deployment, run, TOKENIZER_KEY)
+        with step(run):
+            why = why_from_scratch(run, TOKENIZER_KEY)
             if why:
                 context.log.info(f"tokenizer: made again: {why}")
             make = partial(ensure_tokenizer, run.settings, from_scratch=why is not None)
-            return report(context, deployment, run.settings, waited_for(run, TOKENIZER_KEY, make))
+            return report(run, waited_for(run, TOKENIZER_KEY, make))
 
     made: dg.AssetsDefinition = tokenizer
     return made

@@ -13,7 +13,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.checks import Check, Value, Verdict
 from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.remedies import build_again
-from niels_gpt.storage.versions import committed_version, note_check
+from niels_gpt.storage.versions import committed_version, failed_checks, note_check
 from pipelines.deployment import Deployment
 from pipelines.versions import PARTITIONS, forced, static_partitions_of
 
@@ -55,7 +55,7 @@ def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
     )
     def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
         names = {selected.name for selected in context.selected_asset_check_keys}
-        settings = deployment.run(context).settings
+        settings = deployment.settings_of(context)
         cache, outside = cache_root(settings) / path, _kind(path).outside_checks.keys()
         version = committed_version(cache)
         # These need more than the cache: if that is missing, no other check fails.
@@ -65,10 +65,7 @@ def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
                     try:
                         note_check(cache, version, name, has_failed=bool(verdict.problems))
                     except (CacheError, OSError) as error:
-                        context.log.warning(
-                            f"{path}: no build will know that {name} was checked, so only the run config "
-                            f"`{forced(deployment, path)}` builds it again: {error}"
-                        )
+                        context.log.warning(f"{path}: no build will know that {name} was checked: {error}")
                 for problem in verdict.problems[:1]:  # an event of a check is not on the console
                     context.log.log("ERROR" if rules[name].blocking else "WARNING", f"{path}: {name}: {problem}")
                 yield _result(deployment, key, rules[name], verdict)
@@ -118,7 +115,8 @@ def _result(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verd
 def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verdict) -> str:
     """Return what is wrong, and in a second line what to do if materializing the asset repairs it."""
     path = deployment.path_of(key)
-    problems, command = verdict.problems, f". {build_again(cache_root(deployment.settings) / path)}"
+    cache = cache_root(deployment.settings) / path
+    problems, command = verdict.problems, f". {build_again(cache)}"
     is_missing = NOT_THERE in verdict.values and all(problem.endswith(command) for problem in problems)
     repairs = is_missing or _is_of_build(rule, verdict)
     rest = len(problems) - _SHOWN_PROBLEMS
@@ -130,5 +128,7 @@ def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verd
     if path in static_partitions_of(deployment):
         parts = deployment.key(PARTITIONS + path).to_user_string()
         return f"{said}\n\nMaterialize all of `{parts}`{'' if is_missing else f' {config}'}, then `{asset}`"
-    scratch = "" if is_missing else f", which repairs it. From scratch, at any time: {config}"
-    return f"{said}\n\nMaterialize `{asset}`{scratch}"
+    # Otherwise it could not be recorded, or a rebuild of the same content did not help.
+    is_known = rule.name in failed_checks(cache).repairable
+    scratch = f", which repairs it. From scratch, at any time: {config}" if is_known else f" {config}"
+    return f"{said}\n\nMaterialize `{asset}`{'' if is_missing else scratch}"

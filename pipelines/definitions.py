@@ -22,6 +22,7 @@ from typing import Any
 import dagster as dg
 
 from niels_gpt.kinds.homes import home_assets
+from niels_gpt.recipes.asked import code_versions
 from niels_gpt.recipes.plan import every_key
 from niels_gpt.recipes.records import cache_root
 from niels_gpt.settings import Settings
@@ -33,7 +34,7 @@ from pipelines.deployment import HOURLY, CacheTranslator, Deployment, HomeAssets
 from pipelines.describe import code_link, described
 from pipelines.resources import settings_from_environment, settings_resource
 from pipelines.steps import BUILD_TAG
-from pipelines.versions import PARTITIONS, code_versions
+from pipelines.versions import PARTITIONS
 
 
 def niels_definitions(

@@ -13,7 +13,7 @@ import dagster as dg
 from niels_gpt.recipes.records import TOKENIZER_KEY, cache_root
 from niels_gpt.settings import Settings
 from niels_gpt.storage.remedies import build_command, did_you_mean
-from pipelines.resources import Run, RunSettings, WaitConfig
+from pipelines.resources import RunSettings, WaitConfig
 
 HOURLY = "0 * * * *"
 _PREFIX_PART = re.compile(r"[A-Za-z0-9_.-]+")
@@ -96,8 +96,12 @@ class Deployment:
         """The name of the resource that holds the settings in a run's config."""
         return self.name("settings")
 
-    def run(self, context: Context, config: WaitConfig | None = None) -> Run:
-        """Return what a run asks for. Its config may hold no key that is ignored. config: of the step.
+    def run(self, context: dg.AssetExecutionContext, config: WaitConfig | None = None) -> "Run":
+        """Return what a run asks of one of its steps. config: of the step. Raises: as `settings_of`."""
+        return Run(context, self, self.settings_of(context), **(config.model_dump() if config else {}))
+
+    def settings_of(self, context: Context) -> Settings:
+        """Return the settings of a run. Its config may hold no key that is ignored.
 
         Dagster refuses an unknown field, but silently ignores an unknown op or resource.
         Raises: dagster.Failure naming the nearest keys, or where the run's caches would lie in another folder than the
@@ -105,17 +109,17 @@ class Deployment:
         """
         self._refuse_ignored_keys(context)
         given: RunSettings = getattr(context.resources, self.resource)
-        run = Run(given.of_run, **(config.model_dump() if config else {}))
-        asked, ours = cache_root(run.settings), cache_root(self.settings)
+        settings = given.of_run
+        asked, ours = cache_root(settings), cache_root(self.settings)
         if asked != ours:
             raise dg.Failure(
-                f"{given.place}.source_root: with {run.settings.source_root} the caches lie in {asked}, and this "
+                f"{given.place}.source_root: with {settings.source_root} the caches lie in {asked}, and this "
                 f"deployment's lie in {ours}: it has no assets of another folder. Set it for the deployment, "
                 "in its settings or NIELS_GPT_SOURCE_ROOT, or build there: "
-                f"{build_command(run.settings, TOKENIZER_KEY)}",
+                f"{build_command(settings, TOKENIZER_KEY)}",
                 allow_retries=False,
             )
-        return run
+        return settings
 
     def _refuse_ignored_keys(self, context: Context) -> None:
         try:
@@ -132,6 +136,16 @@ class Deployment:
                     f"an op has __ for /. The settings are in resources.{self.resource}.config",
                     allow_retries=False,
                 )
+
+
+class Run(NamedTuple):
+    """A step of a run of a deployment, and what the run asks of it."""
+
+    context: dg.AssetExecutionContext
+    deployment: Deployment
+    settings: Settings
+    force: bool = False
+    wait: bool = True
 
 
 class HomeAssets(NamedTuple):

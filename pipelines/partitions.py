@@ -14,30 +14,27 @@ The steps share the cache folder and pass no values to each other. So no I/O man
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import dagster as dg
 
-from niels_gpt.kinds.kind import builds_alone
-from niels_gpt.recipes.family import family_named
+from niels_gpt.recipes.asked import code_version, is_in_partitions
 from niels_gpt.recipes.home_recipes import units_of
 from niels_gpt.recipes.plan import every_recipe
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, recorded_recipe
 from niels_gpt.recipes.request import restart
-from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.tokenizer import with_installed
 from niels_gpt.recipes.units import CacheUnits, MadeUnit, NoPlan
-from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, LeftOut
 from pipelines.automation import condition_of
-from pipelines.deployment import Deployment
-from pipelines.resources import BuildConfig, Run, WaitConfig
+from pipelines.deployment import Deployment, Run
+from pipelines.resources import BuildConfig, WaitConfig
 from pipelines.steps import (
     BUILD_POOL,
     BUILD_TAG,
     NETWORK_RETRIES,
-    leave_out,
+    left_out,
     progress_log,
     report,
     report_made_too,
@@ -48,9 +45,7 @@ from pipelines.steps import (
 )
 from pipelines.versions import (
     PARTITIONS,
-    code_version,
     inputs_of,
-    is_graph,
     newer_observation,
     static_partitions_of,
     upstream_of,
@@ -75,19 +70,12 @@ def in_partitions(deployment: Deployment, made: Iterable[dg.AssetsDefinition]) -
         path = deployment.path_of(plain.key)
         if path in static:
             return _as_seal(deployment, plain)
-        return _as_graph(deployment, plain, plans, *steps) if is_graph(deployment.settings, path) else plain
+        return _as_graph(deployment, plain, plans, *steps) if is_in_partitions(deployment.settings, path) else plain
 
     return [cache(plain) for plain in made]
 
 
 # --- the steps of both forms ------------------------------------------------------------------------------------------
-
-
-def is_in_partitions(settings: Settings, path: str) -> bool:
-    """Whether a run with these settings builds a cache in partitions."""
-    if settings.partitions == 1 or family_named(path) is None:  # only caches of a family are made of a source
-        return settings.partitions > 1
-    return resolve_source(settings, path).is_partitioned(settings)
 
 
 @contextmanager
@@ -99,46 +87,38 @@ def _instead(remedy: str) -> Iterator[None]:
         raise NoPlan(error.path, error.found, error.expected, remedy, code=error.code) from error
 
 
-def _built(
-    context: dg.AssetExecutionContext, units: CacheUnits, number: int, asked: Run, mended: MadeUnit | None = None
-) -> tuple[MadeUnit, dict[str, Any]]:
+def _built(run: Run, units: CacheUnits, number: int, mended: MadeUnit | None = None) -> tuple[MadeUnit, dict[str, Any]]:
     """Build a partition unless it is finished, and log it. Returns it with its figures."""
-    made = mended or units.build(number, wait=asked.wait, progress=progress_log(context, units.counted))
+    made = mended or units.build(number, wait=run.wait, progress=progress_log(run, units.counted))
     done = "was finished already" if made.reused else f"built in {made.seconds:.1f} s"
-    context.log.info(f"{units.key}: partition {number} of {made.partition.total} {done}")
+    run.context.log.info(f"{units.key}: partition {number} of {made.partition.total} {done}")
     counts = made.meta["totals"] if "partition" in made.meta else {}
     counts = {key: int(counts[key]) for key in ("train_tokens", "val_tokens") if key in counts}
     return made, {"partition": number, **counts, "seconds": round(made.seconds, 3)}
 
 
-def _sealed(
-    context: dg.AssetExecutionContext, deployment: Deployment, asked: Run, path: str, remedy: str
-) -> Iterator[dg.MaterializeResult[None]]:
+def _sealed(run: Run, path: str, remedy: str) -> Iterator[dg.MaterializeResult[None]]:
     """Join all partitions into one cache; without partitions, build the whole cache. One that is left out yields none.
 
     remedy: where there is no plan of the text and the settings.
     """
-    core = with_installed(asked.settings)
+    core = with_installed(run.settings)
 
     def build() -> Outcome:
         if is_in_partitions(core, path):
             # Of the newest plan, as its partitions: an observation may have been made since the plan was fixed.
             units = units_of(core, path, fixes=False)
-            if path in static_partitions_of(deployment):
+            if path in static_partitions_of(run.deployment):
                 _refuse_unfinished(units, remedy)
-            return units.seal(progress=progress_log(context, "files", "bytes"))
-        observed = newer_observation(context, deployment, core, path)
-        return every_recipe(core)[path](core, observed=observed, progress=progress_log(context))
+            return units.seal(progress=progress_log(run, "files", "bytes"))
+        return every_recipe(core)[path](core, observed=newer_observation(run, path), progress=progress_log(run))
 
     # The turn inside of `step`: its error E503 is no reason to try again.
-    with step(context, deployment), turn(asked, path) if builds_alone(path) else nullcontext(), _instead(remedy):
-        try:
-            result = report(context, deployment, asked.settings, waited_for(asked, path, build))
-        except LeftOut as error:
-            leave_out(context, deployment, error)
-            return
-        report_made_too(context, deployment, core, path)
-    yield result
+    made: list[dg.MaterializeResult[None]] = []
+    with step(run), turn(run, path), left_out(run), _instead(remedy):
+        made.append(report(run, waited_for(run, path, build)))
+        report_made_too(run, path)
+    yield from made
 
 
 def _refuse_unfinished(units: CacheUnits, remedy: str) -> None:
@@ -206,13 +186,13 @@ def _plan_partitions(deployment: Deployment, upstream: Sequence[str]) -> dg.OpDe
         required_resource_keys={deployment.resource},
     )
     def plan_partitions(context: dg.AssetExecutionContext, config: BuildConfig) -> Iterator[dg.DynamicOutput[None]]:
-        asked, path = deployment.run(context, config), deployment.path_of(context.asset_key)
-        core = with_installed(asked.settings)
+        run, path = deployment.run(context, config), deployment.path_of(context.asset_key)
+        core = with_installed(run.settings)
         unfinished: list[int] = []
-        with step(context, deployment), suppress(LeftOut):  # the last step says so
-            damaged = start_over(context, deployment, asked, path)
+        with step(run), suppress(LeftOut):  # the last step says so
+            damaged = start_over(run, path)
             if is_in_partitions(core, path):
-                units = units_of(core, path, observed=newer_observation(context, deployment, core, path))
+                units = units_of(core, path, observed=newer_observation(run, path))
                 unfinished = (units.plan and damaged) or units.unfinished()
                 done = f"{core.partitions - len(unfinished)} finished, {len(unfinished)} to build"
                 found = done if units.plan else "up to date"
@@ -240,11 +220,10 @@ def _build_partition(deployment: Deployment) -> dg.OpDefinition:
         required_resource_keys={deployment.resource},
     )
     def build_partition(context: dg.AssetExecutionContext, config: WaitConfig) -> Iterator[dg.Output[None]]:
-        asked, path = deployment.run(context, config), deployment.path_of(context.asset_key)
+        run, path = deployment.run(context, config), deployment.path_of(context.asset_key)
         number = int(str(context.op_execution_context.get_mapping_key()).removeprefix("p"))
-        with step(context, deployment), _instead(_in_a_new_run(deployment, path)):
-            units = units_of(with_installed(asked.settings), path, fixes=False)
-            _, figures = _built(context, units, number, asked)
+        with step(run), _instead(_in_a_new_run(deployment, path)):
+            _, figures = _built(run, units_of(with_installed(run.settings), path, fixes=False), number)
         yield dg.Output(None, metadata=figures)
 
     made: dg.OpDefinition = build_partition
@@ -264,8 +243,8 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
         required_resource_keys={deployment.resource},
     )
     def seal_cache(context: dg.AssetExecutionContext, config: WaitConfig) -> Iterator[dg.Output[None]]:
-        asked, path = deployment.run(context, config), deployment.path_of(context.asset_key)
-        yield from map(_as_output, _sealed(context, deployment, asked, path, _in_a_new_run(deployment, path)))
+        run, path = deployment.run(context, config), deployment.path_of(context.asset_key)
+        yield from map(_as_output, _sealed(run, path, _in_a_new_run(deployment, path)))
 
     made: dg.OpDefinition = seal_cache
     return made
@@ -321,18 +300,15 @@ def _partition_asset(deployment: Deployment, path: str) -> dg.AssetsDefinition:
         output_required=False,  # of a cache that is left out
     )
     def partition(context: dg.AssetExecutionContext, config: BuildConfig) -> Iterator[dg.MaterializeResult[None]]:
-        asked = _asked(context, deployment, config)
+        run = _asked(context, deployment, config)
         again = f"Materialize {_all_of(deployment, path)}, which makes a new plan"
-        with step(context, deployment), _instead(again):
-            try:
-                result = _partition(context, deployment, asked, path)
-            except LeftOut as error:
-                leave_out(context, deployment, error)
-                return
-        yield result
+        made: list[dg.MaterializeResult[None]] = []
+        with step(run), left_out(run), _instead(again):
+            made.append(_partition(run, path))
+        yield from made
 
-    made: dg.AssetsDefinition = partition
-    return made
+    asset: dg.AssetsDefinition = partition
+    return asset
 
 
 def _all_of(deployment: Deployment, path: str) -> str:
@@ -342,46 +318,37 @@ def _all_of(deployment: Deployment, path: str) -> str:
 
 def _asked(context: dg.AssetExecutionContext, deployment: Deployment, config: WaitConfig) -> Run:
     """Return what a run of static partitions asks for. Raises: dg.Failure for another number of partitions."""
-    asked, ours = deployment.run(context, config), deployment.settings.partitions
-    if asked.settings.partitions != ours:
+    run, ours = deployment.run(context, config), deployment.settings.partitions
+    if run.settings.partitions != ours:
         raise dg.Failure(
-            f"resources.{deployment.resource}.config.partitions: found {asked.settings.partitions}, expected {ours}, "
+            f"resources.{deployment.resource}.config.partitions: found {run.settings.partitions}, expected {ours}, "
             "as the assets have. Set another number for the deployment (NIELS_GPT_PARTITIONS)",
             allow_retries=False,
         )
-    return asked
+    return run
 
 
-def _partition(
-    context: dg.AssetExecutionContext, deployment: Deployment, asked: Run, path: str
-) -> dg.MaterializeResult[None]:
+def _partition(run: Run, path: str) -> dg.MaterializeResult[None]:
     """Build the partition of a run, and return its materialization. Its data version stands for recipe and number.
 
     force: one of a sealed cache is built again and mends the cache.
     """
-    core, number = with_installed(asked.settings), int(context.partition_key)
-    units, mended = _units(context, deployment, core, path), None
-    if asked.force and _is_first_attempt(context):
+    core, number = with_installed(run.settings), int(run.context.partition_key)
+    units, mended = _units(run, path), None
+    if run.force and _is_first_attempt(run):
         if units.plan is None:  # a sealed cache: its plan may be made again
             units = units_of(core, path)
         mended = units.mend(number)
         if mended is None and not units.restart(number):  # of a kind that cannot be mended
-            if not _is_of_many(context):
-                text = f"{path} is sealed and up to date. Materialize {_all_of(deployment, path)}, with force"
+            if not _is_of_many(run):
+                text = f"{path} is sealed and up to date. Materialize {_all_of(run.deployment, path)}, with force"
                 raise dg.Failure(text, allow_retries=False)
             restart(core, path)
-            units = _units(context, deployment, core, path)
-    made, figures = _built(context, units, number, asked, mended and mended[0])
+            units = _units(run, path)
+    made, figures = _built(run, units, number, mended and mended[0])
     known = recorded_recipe(units.path) if units.plan is None else units.plan.content
-    tags = version_tags(
-        context,
-        deployment,
-        asked.settings,
-        PARTITIONS + path,
-        known.get("source") or {},
-        tokenizer=units.made_tokenizer,
-        asked_hub=not made.reused,
-    )
+    source, tokenizer = known.get("source") or {}, units.made_tokenizer
+    tags = version_tags(run, PARTITIONS + path, source, tokenizer=tokenizer, asked_hub=not made.reused)
     return dg.MaterializeResult(
         metadata={"run/state": "reused" if made.reused else "built", **figures},
         data_version=dg.DataVersion(f"{units.recipe_fingerprint[:_DIGITS]}/{number}"),
@@ -389,14 +356,14 @@ def _partition(
     )
 
 
-def _units(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str) -> CacheUnits:
+def _units(run: Run, path: str) -> CacheUnits:
     """Return the units of a cache, whose plan is made by the partition that comes first.
 
     Where there is a plan of another text or other settings, only a backfill or an automation makes a new one: after a
     single partition the others would still be of the plan before.
     """
-    observed = newer_observation(context, deployment, settings, path)
-    if not (_is_first_attempt(context) and _is_of_many(context)):
+    settings, observed = with_installed(run.settings), newer_observation(run, path)
+    if not (_is_first_attempt(run) and _is_of_many(run)):
         try:
             return units_of(settings, path, observed=observed, fixes=False)
         except NoPlan as error:
@@ -405,14 +372,14 @@ def _units(context: dg.AssetExecutionContext, deployment: Deployment, settings: 
     return units_of(settings, path, observed=observed)
 
 
-def _is_of_many(context: dg.AssetExecutionContext) -> bool:
+def _is_of_many(run: Run) -> bool:
     """Whether Dagster has started a run for many partitions alike."""
-    return not _OF_ALL.isdisjoint(context.run.tags)
+    return not _OF_ALL.isdisjoint(run.context.run.tags)
 
 
-def _is_first_attempt(context: dg.AssetExecutionContext) -> bool:
+def _is_first_attempt(run: Run) -> bool:
     """Whether a step is neither a retry nor a re-execution: these go on with what the first attempt has built."""
-    return not context.op_execution_context.retry_number and context.run.parent_run_id is None
+    return not run.context.op_execution_context.retry_number and run.context.run.parent_run_id is None
 
 
 def _as_seal(deployment: Deployment, plain: dg.AssetsDefinition) -> dg.AssetsDefinition:
@@ -433,13 +400,13 @@ def _as_seal(deployment: Deployment, plain: dg.AssetsDefinition) -> dg.AssetsDef
         output_required=False,  # of a cache that is left out
     )
     def cache(context: dg.AssetExecutionContext, config: WaitConfig) -> Iterator[dg.MaterializeResult[None]]:
-        asked = _asked(context, deployment, config)
-        with step(context, deployment):
-            for number in start_over(context, deployment, asked, path):
-                _built(context, units_of(with_installed(asked.settings), path), number, asked)
+        run = _asked(context, deployment, config)
+        with step(run):
+            for number in start_over(run, path):
+                _built(run, units_of(with_installed(run.settings), path), number)
         # A partition of this plan that is finished stays as it is.
         again = f"Materialize {_all_of(deployment, path)}, then {spec.key.to_user_string()}"
-        yield from _sealed(context, deployment, asked, path, again)
+        yield from _sealed(run, path, again)
 
     (made,) = dg.map_asset_specs(lambda _: spec, [cache])
     return made

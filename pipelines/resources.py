@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import dagster as dg
 from pydantic import Field, TypeAdapter, ValidationError, create_model
@@ -35,14 +35,6 @@ _EARLIER = {old: f"this setting is now {new}" for old, new in RENAMED.items()} |
     for name in BuildConfig.model_fields
 }
 """Fields of earlier versions: Dagster would refuse them without naming the new place."""
-
-
-class Run(NamedTuple):
-    """The settings of one run, and the config of one of its steps."""
-
-    settings: Settings
-    force: bool = False
-    wait: bool = True
 
 
 class RunSettings(dg.ConfigurableResource[Any]):

@@ -17,7 +17,6 @@ from niels_gpt.recipes.records import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_ro
 from niels_gpt.recipes.request import restart
 from niels_gpt.recipes.tokenizer import with_installed
 from niels_gpt.recipes.unit_plans import damaged_units
-from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import code_of
 from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.locks import file_lock
@@ -32,9 +31,9 @@ from niels_gpt.storage.versions import (
 from niels_gpt.storage.waits import Waits
 from niels_gpt.work import Progress
 from pipelines.checks import rules_of
-from pipelines.deployment import Deployment
+from pipelines.deployment import Deployment, Run
 from pipelines.metadata import held_in_words, materialize_result
-from pipelines.resources import BuildConfig, Run
+from pipelines.resources import BuildConfig
 from pipelines.versions import forced, inputs_of, newer_observation, report_found, upstream_of, version_tags
 
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
@@ -68,7 +67,7 @@ def cache_asset(deployment: Deployment, path: str, group: str, description: str)
         group_name=deployment.group(group),
         retry_policy=NETWORK_RETRIES,
         required_resource_keys={deployment.resource},
-        output_required=False,  # a tokenizer without sentinels builds no chats: leave_out
+        output_required=False,  # a tokenizer without sentinels builds no chats: left_out
         pool=BUILD_POOL if is_alone else None,
         op_tags={**deployment.op_tags, **({BUILD_TAG: "true"} if is_alone else {})},
     )
@@ -77,47 +76,42 @@ def cache_asset(deployment: Deployment, path: str, group: str, description: str)
 
         def build() -> Outcome:
             # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
-            core = with_installed(run.settings)
-            progress = progress_log(context, (kind_of_key(path) or Kind).counted)
-            observed = newer_observation(context, deployment, core, path)
-            outcome = every_recipe(core)[path](core, observed=observed, progress=progress)
-            report_made_too(context, deployment, core, path)
+            core = with_installed(run.settings)  # the asset `tokenizer` alone replaces the one that is there
+            progress = progress_log(run, (kind_of_key(path) or Kind).counted)
+            outcome = every_recipe(core)[path](core, observed=newer_observation(run, path), progress=progress)
+            report_made_too(run, path)
             return outcome
 
-        with step(context, deployment), turn(run, path) if is_alone else nullcontext():
-            try:
-                start_over(context, deployment, run, path)
-                # The asset `tokenizer` alone replaces the one that is there.
-                outcome = waited_for(run, path, build)
-            except LeftOut as error:
-                leave_out(context, deployment, error)
-                return
-            result = report(context, deployment, run.settings, outcome)
-        yield result
+        made: list[dg.MaterializeResult[None]] = []
+        with step(run), turn(run, path), left_out(run):
+            start_over(run, path)
+            made.append(report(run, waited_for(run, path, build)))
+        yield from made
 
-    made: dg.AssetsDefinition = cache
-    return made
+    asset: dg.AssetsDefinition = cache
+    return asset
 
 
-def report_made_too(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str) -> None:
+def report_made_too(run: Run, path: str) -> None:
     """Log materializations of missing upstream caches that the build of a cache has made."""
-    recipes = every_recipe(settings)
-    for made_too in filter(recipes.__contains__, upstream_of(settings, path)):  # a draft vocabulary
-        report_found(context, deployment, settings, recipes[made_too](settings))
+    core = with_installed(run.settings)
+    recipes = every_recipe(core)
+    for made_too in filter(recipes.__contains__, upstream_of(core, path)):  # a draft vocabulary
+        report_found(run, recipes[made_too](core))
 
 
-def start_over(context: dg.AssetExecutionContext, deployment: Deployment, run: Run, path: str) -> list[int]:
+def start_over(run: Run, path: str) -> list[int]:
     """Make the build of a cache start from scratch if the run or a failed check asks for it.
 
     Returns the partitions that repair a damaged cache; for these it does not.
     """
-    why = why_from_scratch(context, deployment, run, path)
+    why = why_from_scratch(run, path)
     damaged = damaged_units(cache_root(run.settings) / path) if why and not run.force else []
     if why and not damaged:
         waited_for(run, path, lambda: restart(run.settings, path))
     if why:
         what = f"built again, partition {', '.join(map(str, damaged))} alone" if damaged else "built from scratch"
-        context.log.info(f"{path}: {what}: {why}")
+        run.context.log.info(f"{path}: {what}: {why}")
     return damaged
 
 
@@ -153,14 +147,14 @@ def _wait(path: Path) -> bool:
         return True
 
 
-def why_from_scratch(context: dg.AssetExecutionContext, deployment: Deployment, run: Run, path: str) -> str | None:
+def why_from_scratch(run: Run, path: str) -> str | None:
     """Return why a cache is built from scratch, whatever there is; None: it is not.
 
     That is so where the run's config says `force`, and where a blocking check has failed since the cache was built,
     once for the same content. A retry, and the re-execution of a failed run, go on with what the first attempt has
     built.
     """
-    operation, cache = context.op_execution_context, cache_root(run.settings) / path
+    operation, cache = run.context.op_execution_context, cache_root(run.settings) / path
     # Without a recipe there is nothing, or a run that starts from scratch has not finished.
     is_unfinished = "fingerprint" not in recorded_recipe(cache) and path != TOKENIZER_KEY
     if run.force:
@@ -169,9 +163,9 @@ def why_from_scratch(context: dg.AssetExecutionContext, deployment: Deployment, 
         return None if is_again else "force is set in its config"
     failed = failed_checks(cache)
     for name in (name for name in rules_of(path) if name in failed.in_vain):
-        context.log.warning(
+        run.context.log.warning(
             f"{path}: its check {name} has failed for the same content before and after a build from scratch, so "
-            f"another one does not help; the run config `{forced(deployment, path)}` repeats it"
+            f"another one does not help; the run config `{forced(run.deployment, path)}` repeats it"
         )
     found = [] if is_unfinished else [name for name in rules_of(path) if name in failed.repairable]
     return f"its check {found[0]} has failed since it was built" if found else None
@@ -180,51 +174,55 @@ def why_from_scratch(context: dg.AssetExecutionContext, deployment: Deployment, 
 def turn(run: Run, path: str) -> AbstractContextManager[None]:
     """Hold what one run alone may have that builds a pretrain cache in this folder: it encodes on all cores.
 
+    Of another cache nothing.
     It waits where another has it: a run that does not wait is about the cache at `path` alone.
     Raises: CacheError E503 where another process builds that cache and the run does not wait.
     """
+    if not builds_alone(path):
+        return nullcontext()
     if not run.wait:
         refuse_if_building(cache_root(run.settings) / path)
     lock = cache_root(run.settings) / RUNS_DIR / "pretrain.turn"
     return file_lock(lock, lock.parent.parent, "a pretrain cache is being built", wait=True)
 
 
-def leave_out(context: dg.AssetExecutionContext, deployment: Deployment, error: LeftOut) -> None:
-    """Log why an asset is not materialized, so that its step is skipped; raise `error` if a run has only such ones.
+@contextmanager
+def left_out(run: Run) -> Iterator[None]:
+    """Log why an asset cannot be materialized, so that its step is skipped; raise LeftOut if a run has only such ones.
 
     A run of all assets materializes those that it can: with a tokenizer without sentinels no chats, and without a
     target, or the extra eagle3, nothing of eagle3.
     """
-    selected = context.job_def.asset_layer.selected_asset_keys  # may be another deployment's too
-    ours = [path for path in every_key(deployment.settings) if deployment.key(path) in selected]
-    families = {path.split("/")[0] for path in ours} - {TOKENIZER_KEY}
-    unbuildable = {"eagle3"} if isinstance(error, NoTarget | NoExtra) else {"sft", "trees", "eagle3"}
-    if not families - unbuildable:
-        raise error
-    context.log.warning(f"left out [{error.warning}]: {error}")
+    try:
+        yield
+    except LeftOut as error:
+        selected = run.context.job_def.asset_layer.selected_asset_keys  # may be another deployment's too
+        ours = [path for path in every_key(run.deployment.settings) if run.deployment.key(path) in selected]
+        families = {path.split("/")[0] for path in ours} - {TOKENIZER_KEY}
+        unbuildable = {"eagle3"} if isinstance(error, NoTarget | NoExtra) else {"sft", "trees", "eagle3"}
+        if not families - unbuildable:
+            raise
+        run.context.log.warning(f"left out [{error.warning}]: {error}")
 
 
 # --- what a step logs and reports -------------------------------------------------------------------------------------
 
 
-def report(
-    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, outcome: Outcome
-) -> dg.MaterializeResult[None]:
-    """Log what a run of a recipe has done and observed, and return what Dagster records of it. settings: of the run."""
+def report(run: Run, outcome: Outcome) -> dg.MaterializeResult[None]:
+    """Log what a run of a recipe has done and observed, and return what Dagster records of it."""
     result = materialize_result(outcome)
     state = "reused" if outcome.reused else "built"
-    context.log.info(f"{outcome.key}: {state} in {outcome.seconds:.1f} s: {held_in_words(outcome.meta)}")
+    run.context.log.info(f"{outcome.key}: {state} in {outcome.seconds:.1f} s: {held_in_words(outcome.meta)}")
     source = recorded_recipe(outcome.path).get("source") or {}
-    tags = version_tags(context, deployment, settings, outcome.key, source, asked_hub=not outcome.reused)
-    return result._replace(tags=tags)
+    return result._replace(tags=version_tags(run, outcome.key, source, asked_hub=not outcome.reused))
 
 
 @contextmanager
-def step(context: dg.AssetExecutionContext, deployment: Deployment) -> Iterator[None]:
+def step(run: Run) -> Iterator[None]:
     """Run the body of a step: what the core logs goes to the run's log, and its errors become a dg.Failure."""
     logger = logging.getLogger(_CORE)
-    handler, level = _ToRun(context), logger.level
-    with clear_errors(deployment):
+    handler, level = _ToRun(run.context), logger.level
+    with clear_errors(run.deployment):
         logger.addHandler(handler)
         if logger.getEffectiveLevel() > logging.INFO:
             logger.setLevel(logging.INFO)
@@ -249,9 +247,9 @@ class _ToRun(logging.Handler):
         self._log.log(record.levelno, f"{record.getMessage()} [{code}]" if code else record.getMessage())
 
 
-def progress_log(context: dg.AssetExecutionContext, counted: str = "documents", measured: str = "tokens") -> Progress:
+def progress_log(run: Run, counted: str = "documents", measured: str = "tokens") -> Progress:
     """Return a builder's progress callback that writes a line to the run's log every ten seconds."""
-    return progress_lines(context.log.info, measured, counted)
+    return progress_lines(run.context.log.info, measured, counted)
 
 
 @contextmanager

@@ -1,218 +1,42 @@
-"""The versions that Dagster compares: code versions of assets, and data versions of their inputs.
+"""What an asset is made from, and the data versions of its inputs that Dagster compares.
 
-An asset's code version is a hash of the settings and facts that decide whether a run builds it, if they are known
-without reading a source. Only Dagster uses it; the recipe's fingerprint decides about builds. A materialization has the
-code version of its run's settings, so that Dagster shows a cache as stale that was built with other settings than the
-deployment's.
+A materialization has the code version of its run's settings (niels_gpt/recipes/asked.py), so that Dagster shows a cache
+as stale that was built with other settings than the deployment's.
 """
 
 import math
-import os
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import fields, replace
-from functools import lru_cache
-from hashlib import sha256
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 import dagster as dg
 
 from niels_gpt.cache.meta import find_meta
-from niels_gpt.data.exclude import Exclusion, read_exclusion
-from niels_gpt.data.sources import SOURCES
-from niels_gpt.hub.models import is_local
-from niels_gpt.kinds.kind import has_partitions
-from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
+from niels_gpt.recipes.asked import code_version, is_in_partitions, takes_tokenizer
 from niels_gpt.recipes.eagle3.request import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.request import VOCAB_KEY
-from niels_gpt.recipes.plan import HOME_OF, built_at, every_key, needs_no_tokenizer, observe, settings_fingerprint
+from niels_gpt.recipes.plan import HOME_OF, built_at, every_key, observe
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
-from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, listing_of, resolve_source
-from niels_gpt.recipes.sources import named
-from niels_gpt.recipes.tokenizer import is_id, named_tokenizer, stage_tokenizer, tokenizer_state
-from niels_gpt.recipes.training import training_settings
-from niels_gpt.recipes.user_sources import user_sources
+from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, resolve_source
+from niels_gpt.recipes.tokenizer import stage_tokenizer, tokenizer_state
 from niels_gpt.settings import Settings
-from niels_gpt.storage.fileio import canonical_json
-from niels_gpt.tokenizers.files import tokenizer_files
-from niels_gpt.tokenizers.protocol import FullTokenizer
-from pipelines.deployment import Deployment
+from pipelines.deployment import Deployment, Run
 from pipelines.metadata import data_version, materialize_result, observation_metadata
 
 DATA_VERSION, CODE_VERSION = "dagster/data_version", "dagster/code_version"
 INPUT_VERSION, INPUT_POINTER = "dagster/input_data_version", "dagster/input_event_pointer"
 HUB_ASKED = "niels_gpt/hub_asked"
 """The tag of an observation of a hub's dataset that was logged without asking the hub: it moves no other cache."""
-_MOST_FILES = 1000  # of a target
-_MOST_BYTES = 1 << 24  # of a source's files that are read for what --exclude takes from them
 _LOOKED_AT = 50  # of the observations of a source
 SFT_ROOT, ROOT_VERSION = "sft/", "root"
 PARTITIONS = "partitions/"
 """Before the path of a cache: the asset of its static partitions."""
-_DIGITS = 12
 _WHAT_IS_READ = (
     *("source_root", "revision", "roam_dir", "follow_links", "sources_file", "pretrain", "sft", "rollouts"),
     *("as_text", "licence", "attribution"),
     *(each.name for each in fields(Settings) if each.name.endswith(("_dataset", "_config", "_from_hub"))),
 )
 """The settings that decide which text raw/NAME is."""
-
-
-# --- code versions ----------------------------------------------------------------------------------------------------
-
-
-def code_versions(settings: Settings) -> dict[str, str]:
-    """Return the code version of every asset that is built, by its path."""
-    asked = _asked_tokenizer(settings)
-    return {path: code_version(settings, path, asked) for path in every_key(settings)}
-
-
-def code_version(settings: Settings, path: str, asked_tokenizer: tuple[Any, FullTokenizer | None] | None = None) -> str:
-    """Return the code version of one asset with these settings: twelve hex digits.
-
-    asked_tokenizer: of `_asked_tokenizer`, where it is known.
-    """
-    asked, tokenizer = asked_tokenizer or _asked_tokenizer(settings)
-    parts: dict[str, Any] = {"cache_root": os.path.abspath(cache_root(settings))}
-    if path == TOKENIZER_KEY:
-        return _digits({**parts, "tokenizer": asked})
-    if settings.source_root != "hub":  # elsewhere no revision is chosen
-        settings = replace(settings, revision=None)
-    if TOKENIZER_KEY in upstream_of(settings, path):
-        parts["tokenizer"] = asked if tokenizer is None else tokenizer.sha256
-    else:
-        tokenizer = None
-    if path in (VOCAB_KEY, TARGETS_KEY):
-        parts |= {"settings": settings_fingerprint(settings, path), **_of_chats(settings)}
-        parts["target"] = _files_of_target(settings, weights=path == TARGETS_KEY)
-    else:
-        if not is_graph(settings, path):
-            settings = replace(settings, partitions=1)
-        name = path.rpartition("/")[2]
-        parts |= {"settings": settings_fingerprint(settings, path, tokenizer), **_where(settings, name)}
-    return _digits({**parts, **_excluded(settings, path)})
-
-
-def _digits(parts: Any) -> str:
-    return sha256(canonical_json(parts)).hexdigest()[:_DIGITS]
-
-
-def _where(settings: Settings, name: str) -> dict[str, Any]:
-    """Return what decides which files of a source are read."""
-    return {"place": _place(settings, name), **({"follow_links": True} if settings.follow_links else {})}
-
-
-def _place(settings: Settings, name: str) -> str:
-    """Return where the text of a source lies; of one of your own, what its files are relative to."""
-    if user := user_sources(settings).get(name):
-        return "" if Path(user.files).expanduser().is_absolute() else str(user.base)
-    if name not in SOURCES:  # a pattern of files of chats
-        return str(Path(name).expanduser().absolute())
-    if SOURCES[name].dataset is None and settings.source_root == "hub":
-        return str(Path(settings.roam_dir).expanduser().absolute())
-    named = settings.source_root
-    return named if named in ("hub", "sample") else str(Path(named).expanduser().absolute())
-
-
-def _of_chats(settings: Settings) -> dict[str, Any]:
-    """Return what else decides which chats the target is run over."""
-    name = settings.eagle3_source
-    user = user_sources(settings).get(name)
-    return {
-        **_where(settings, name),
-        "source": [user.files, user.licence, user.attribution] if user else asked_revisions(settings).get(name),
-        "exclude": None,  # unless `_excluded` finds something
-        "max_document_bytes": settings.max_document_bytes,
-    }
-
-
-def _files_of_target(settings: Settings, *, weights: bool) -> list[Any] | None:
-    """Return names, sizes and times of the files in the target's folder; None of an id of the hub."""
-    name = settings.eagle3_target
-    if name is None or not is_local(name):
-        return None
-    try:
-        files = sorted(file for file in Path(name).expanduser().iterdir() if file.is_file())[:_MOST_FILES]
-        chosen = [file for file in files if weights or file.suffix not in (".safetensors", ".bin")]
-        return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in chosen]
-    except OSError:  # the build reports it
-        return None
-
-
-def _excluded(settings: Settings, path: str) -> dict[str, Any]:
-    """Return what the list of --exclude takes from the text of a cache; {} for nothing, and where the build reports it.
-
-    It is the whole list where the build compares that, and where a code location that loads cannot read the text.
-    """
-    try:
-        listed = None if settings.exclude is None else read_exclusion(settings.exclude)
-    except (OSError, ValueError):
-        listed = None
-    if listed is None:
-        return {}
-    taken: Any = listed.facts["sha256"]
-    name = HOME_OF[path].source(settings) if path in HOME_OF else path
-    is_whole = settings.partitions > 1 and path not in HOME_OF and has_partitions(path)
-    with suppress(OSError, ValueError):  # such as no files
-        source = None if name is None or is_whole else resolve_source(settings, name)
-        listing = listing_of(source) if source and source.has_samples else None
-        if source and listing and sum(file.stat().st_size for file in source.files) <= _MOST_BYTES:
-            taken = _taken(settings, path, source.spec.key, listed, listing)
-    return {"exclude": taken} if taken else {}
-
-
-@lru_cache(maxsize=64)
-def _taken(settings: Settings, path: str, key: str, listed: Exclusion, _listing: str) -> list[str]:
-    """Read a source for the entries that name something in it. path: of the cache; key: of the one of the source."""
-    raw = path in HOME_OF and not HOME_OF[path].takes_tokenizer(settings)
-    return sorted({*named(settings, resolve_source(settings, key), None, listed, raw=raw)})
-
-
-def _asked_tokenizer(settings: Settings) -> tuple[Any, FullTokenizer | None]:
-    """Return what decides which tokenizer a run installs, the content of a named one or how one is trained; and a named
-    one itself, if it has files beside the one of its ids: of these recipes compare some facts, and not the bytes."""
-    name = settings.tokenizer
-    if name is None:
-        if settings.source_root != "sample" and DEFAULT_TOKENIZER_PATH.is_file():
-            return str(DEFAULT_TOKENIZER_PATH), None  # copied where there is none, and kept
-        return {"kind": settings.tokenizer_kind, **training_settings(settings)}, None
-    if is_id(name):
-        return [name, asked_revisions(settings).get(TOKENIZER_KEY)], None
-    path = Path(name).expanduser().absolute()
-    try:
-        found = tokenizer_files(path, follow_links=settings.follow_links or not path.is_dir())
-    except (OSError, ValueError):  # the build reports it
-        return str(path), None
-    asked = {file: sha256(content).hexdigest() for file, content in found.items()}
-    return asked, _opened(settings, _digits(asked)) if len(found) > 1 else None
-
-
-@lru_cache(maxsize=2)
-def _opened(settings: Settings, _content: str) -> FullTokenizer | None:
-    """Open the tokenizer that settings name, once for a deployment and its runs; None if it is damaged."""
-    try:
-        return named_tokenizer(settings)
-    except (OSError, ValueError):  # the build reports it
-        return None
-
-
-def is_graph(settings: Settings, path: str) -> bool:
-    """Whether the asset of a cache is a graph of partitions with these settings. path: FAMILY/NAME, or tokenizer.
-
-    No file of a source is looked for, so that definitions load at once.
-    """
-    name = path.rpartition("/")[2]
-    if settings.partitions == 1 or not name or not has_partitions(path):  # the root of chats has no name
-        return False
-    if path in HOME_OF:
-        return HOME_OF[path].left_out(settings) is None
-    if name not in SOURCES or SOURCES[name].from_hub is None:
-        return True
-    try:
-        return resolve_source(settings, name).is_partitioned(settings)
-    except (OSError, ValueError):  # the step says what is wrong
-        return True
 
 
 # --- what an asset is made from ---------------------------------------------------------------------------------------
@@ -225,9 +49,9 @@ def upstream_of(settings: Settings, path: str) -> list[str]:
     if path in HOME_OF:
         source = HOME_OF[path].source(settings)  # files of chats or rows are not observed
         found = [f"raw/{source}"] if source else []
-        found += [TOKENIZER_KEY] if settings.eagle3_target is None else []
+        found += [TOKENIZER_KEY] if takes_tokenizer(settings, path) else []
         return [*found, *([VOCAB_KEY] if path == TARGETS_KEY else [])]
-    tokenizer = [] if needs_no_tokenizer(path) else [TOKENIZER_KEY]
+    tokenizer = [TOKENIZER_KEY] if takes_tokenizer(settings, path) else []
     root = [SFT_ROOT] if path.startswith(SFT_ROOT) else []
     return [*tokenizer, f"raw/{path.rpartition('/')[2]}", *root]
 
@@ -251,7 +75,7 @@ def static_partitions_of(deployment: Deployment) -> list[str]:
     settings = deployment.settings
     if not deployment.static_partitions or settings.partitions == 1:
         return []
-    return [path for path in every_key(settings) if is_graph(settings, path)]
+    return [path for path in every_key(settings) if is_in_partitions(settings, path)]
 
 
 def forced(deployment: Deployment, path: str) -> str:
@@ -261,98 +85,78 @@ def forced(deployment: Deployment, path: str) -> str:
 
 
 def version_tags(
-    context: dg.AssetExecutionContext,
-    deployment: Deployment,
-    settings: Settings,
-    path: str,
-    source: Mapping[str, Any],
-    *,
-    tokenizer: Outcome | None = None,
-    asked_hub: bool = True,
+    run: Run, path: str, source: Mapping[str, Any], *, tokenizer: Outcome | None = None, asked_hub: bool = True
 ) -> dict[str, str]:
     """Return the tags of a materialization that say what it was really made from, and by which settings.
 
     Before, log what the step has learnt of its inputs: the fingerprint of its source, and another tokenizer. Dagster's
     own tags are of the inputs as they were recorded when the step started; they stay where nothing better is known.
-    Why no public interface serves: docs/decisions/0031 and 0032. settings: of the run. source: the record of the text
-    that was read. tokenizer: the one that was used, where it is not installed yet.
+    Why no public interface serves: docs/decisions/0031 and 0032. source: the record of the text that was read.
+    tokenizer: the one that was used, where it is not installed yet.
     """
-    cache = path.removeprefix(PARTITIONS)
+    deployment, settings, cache = run.deployment, run.settings, path.removeprefix(PARTITIONS)
     tags = {CODE_VERSION: code_version(settings, cache)}
     inputs, read = inputs_of(deployment, path), upstream_of(settings, cache)  # a run may name other chats
     for upstream in (each for each in upstream_of(deployment.settings, cache) if each in read):
         if upstream not in (TOKENIZER_KEY, VOCAB_KEY):
-            known = Observations(context, deployment, upstream)
-            version: str | None = known.add(settings, cache, source, asked_hub=asked_hub)
+            version: str | None = Observations(run, upstream).add(cache, source, asked_hub=asked_hub)
         else:
-            version = _made_version(context, deployment, settings, upstream, tokenizer)
+            version = _made_version(run, upstream, tokenizer)
         if version is not None and upstream in inputs:
             tags[f"{INPUT_VERSION}/{deployment.key(upstream).to_user_string()}"] = version
     return tags
 
 
-def _made_version(
-    context: dg.AssetExecutionContext,
-    deployment: Deployment,
-    settings: Settings,
-    upstream: str,
-    tokenizer: Outcome | None,
-) -> str | None:
+def _made_version(run: Run, upstream: str, tokenizer: Outcome | None) -> str | None:
     """Return the data version of the tokenizer, or the draft's vocabulary, that a step has used; None: of none."""
     if upstream == TOKENIZER_KEY:
         if tokenizer is not None:
-            if context.instance.get_latest_materialization_event(deployment.key(upstream)) is None:
-                report_found(context, deployment, settings, tokenizer)
+            if run.context.instance.get_latest_materialization_event(run.deployment.key(upstream)) is None:
+                report_found(run, tokenizer)
             return data_version(tokenizer.path, tokenizer.meta)
         # A tokenizer that is not what the settings ask for is out of date until it is materialized itself.
-        if tokenizer_state(settings) == "up to date":
-            report_found(context, deployment, settings, stage_tokenizer(settings))
-    path = cache_root(settings) / upstream
+        if tokenizer_state(run.settings) == "up to date":
+            report_found(run, stage_tokenizer(run.settings))
+    path = cache_root(run.settings) / upstream
     meta = find_meta(path)
     return None if meta is None else data_version(path, meta)
 
 
-def report_found(
-    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, outcome: Outcome
-) -> None:
-    """Log a materialization of what another asset's step has made, or found, where Dagster knows another one or none.
-
-    settings: of the run.
-    """
-    key, content = deployment.key(outcome.key), data_version(outcome.path, outcome.meta)
-    event = context.instance.get_latest_materialization_event(key)
+def report_found(run: Run, outcome: Outcome) -> None:
+    """Log a materialization of what another step has made or found, where Dagster knows another one or none."""
+    key, content = run.deployment.key(outcome.key), data_version(outcome.path, outcome.meta)
+    event = run.context.instance.get_latest_materialization_event(key)
     known = (event.asset_materialization.tags if event is not None and event.asset_materialization else None) or {}
-    if (known.get(DATA_VERSION), known.get(CODE_VERSION)) != (content, code_version(settings, outcome.key)):
+    if (known.get(DATA_VERSION), known.get(CODE_VERSION)) != (content, code_version(run.settings, outcome.key)):
         source = recorded_recipe(outcome.path).get("source") or {}
-        tags = version_tags(context, deployment, settings, outcome.key, source) | {DATA_VERSION: content}
+        tags = version_tags(run, outcome.key, source) | {DATA_VERSION: content}
         pointers = {tag.replace(INPUT_VERSION, INPUT_POINTER): "NULL" for tag in tags if tag.startswith(INPUT_VERSION)}
         metadata = materialize_result(outcome).metadata
-        context.log_event(dg.AssetMaterialization(key, metadata=metadata, tags={**tags, **pointers}))
+        run.context.log_event(dg.AssetMaterialization(key, metadata=metadata, tags={**tags, **pointers}))
 
 
 class Observations:
     """The last observations of raw/NAME, or of the root, the newest first."""
 
-    def __init__(self, context: dg.AssetExecutionContext, deployment: Deployment, path: str) -> None:
-        self._context, self._deployment, self._path = context, deployment, path
-        self._key = deployment.key(path)
-        records = context.instance.fetch_observations(self._key, limit=_LOOKED_AT).records
+    def __init__(self, run: Run, path: str) -> None:
+        self._run, self._path, self._key = run, path, run.deployment.key(path)
+        records = run.context.instance.fetch_observations(self._key, limit=_LOOKED_AT).records
         self.known = [(each.asset_observation, each) for each in records if each.asset_observation is not None]
 
-    def add(self, settings: Settings, cache: str, source: Mapping[str, Any], *, asked_hub: bool = True) -> str | None:
+    def add(self, cache: str, source: Mapping[str, Any], *, asked_hub: bool = True) -> str | None:
         """Return the version that a step of `cache` has read, None if it is unknown; log it where it is news."""
         is_root, of_hub = self._path == SFT_ROOT, source.get("kind") == "hub"
         version = ROOT_VERSION if is_root else source.get("fingerprint")
-        if version is None or (self.known if is_root else not self._is_news(settings, cache, source)):
+        if version is None or (self.known if is_root else not self._is_news(cache, source)):
             return version
         tags = {DATA_VERSION: str(version), **({HUB_ASKED: "no"} if of_hub and not is_root else {})}
         unasked = "the revision that the cache was built from: the hub was not asked for a newer one"
         warning = unasked if of_hub and not asked_hub else None
-        metadata = {} if is_root else observation_metadata(settings, self._path, source, warning)
-        self._context.log_event(dg.AssetObservation(self._key, metadata=metadata, tags=tags))
+        metadata = {} if is_root else observation_metadata(self._run.settings, self._path, source, warning)
+        self._run.context.log_event(dg.AssetObservation(self._key, metadata=metadata, tags=tags))
         return version
 
-    def _is_news(self, settings: Settings, cache: str, source: Mapping[str, Any]) -> bool:
+    def _is_news(self, cache: str, source: Mapping[str, Any]) -> bool:
         """Return whether Dagster has to know the text that a step has read.
 
         Every step reads files anew; but where somebody has observed other files since the run started, the step may
@@ -362,14 +166,15 @@ class Observations:
         revision that was observed before, is not ahead. A run with other settings of the source says nothing of the
         deployment's.
         """
-        if any(getattr(settings, name) != getattr(self._deployment.settings, name) for name in _WHAT_IS_READ):
+        context, settings, ours = self._run.context, self._run.settings, self._run.deployment.settings
+        if any(getattr(settings, name) != getattr(ours, name) for name in _WHAT_IS_READ):
             return False
         if not self.known:
             return True
         version, (newest, record) = source.get("fingerprint"), self.known[0]
         if source.get("kind") != "hub":
-            run = self._context.instance.get_run_record_by_id(self._context.run.run_id)
-            started = run.start_time if run is not None else None
+            record_of_run = context.instance.get_run_record_by_id(context.run.run_id)
+            started = None if record_of_run is None else record_of_run.start_time
             return bool(newest.data_version != version and record.timestamp <= (started or math.inf))
         asked = asked_revisions(settings).get(self._path.rpartition("/")[2])
         is_refreshed = source.get("asked_revision") == asked and built_at(settings, cache) > record.timestamp
@@ -395,15 +200,14 @@ class Observations:
                     return source.provenance(known, ask_hub=False), why
         return None
 
-    def newer_than(self, settings: Settings, cache: str) -> str | None:
+    def newer_than(self, cache: str) -> str | None:
         """Return the newest version for which the hub was asked, if it is newer than a cache; else None.
 
         A cache of a revision that these settings do not ask for was built by a run with others: the newest observation
         counts, whatever its age.
         """
-        asked, ours = (
-            asked_revisions(each).get(self._path.rpartition("/")[2]) for each in (settings, self._deployment.settings)
-        )
+        settings, name = self._run.settings, self._path.rpartition("/")[2]
+        asked, ours = (asked_revisions(each).get(name) for each in (settings, self._run.deployment.settings))
         if asked != ours:
             return None  # what was observed is what the deployment asks for
         recorded = recorded_recipe(cache_root(settings) / cache).get("source") or {}
@@ -416,23 +220,19 @@ class Observations:
         return None
 
 
-def look_at(
-    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, key: str
-) -> tuple[dict[str, Any], str | None]:
+def look_at(run: Run, key: str) -> tuple[dict[str, Any], str | None]:
     """Return the provenance of the source of the cache `key` as it is now, and a warning or None.
 
     Where the hub does not answer, the last observation of the dataset stands for it; the recorded revision, as
     `observe` has it, only where there is none. Raises: as `observe`.
     """
-    source = resolve_source(settings, key)
-    known = Observations(context, deployment, f"raw/{source.source}") if source.kind == "hub" else None
-    return (known and known.provenance(source)) or observe(settings, key)
+    source = resolve_source(run.settings, key)
+    known = Observations(run, f"raw/{source.source}").provenance(source) if source.kind == "hub" else None
+    return known or observe(run.settings, key)
 
 
-def newer_observation(
-    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str
-) -> str | None:
+def newer_observation(run: Run, path: str) -> str | None:
     """Return the observed fingerprint that the cache `path` is to be built of; None: of the recorded one, or of files
     of chats, which are not observed."""
-    raw = next((upstream for upstream in upstream_of(settings, path) if upstream.startswith("raw/")), None)
-    return None if raw is None else Observations(context, deployment, raw).newer_than(settings, path)
+    raw = next((upstream for upstream in upstream_of(run.settings, path) if upstream.startswith("raw/")), None)
+    return None if raw is None else Observations(run, raw).newer_than(path)

@@ -3,6 +3,7 @@
 Which caches there are, and whether they are current:
 
 plan.py              lists the recipes; says what a run would do (--dry-run); finds out whether a source has changed
+asked.py             what settings ask of a cache, without reading its source: Dagster's code version
 home_recipes.py      recipes of packages that may be deleted; finds the units of any cache
 request.py           describes a cache as the settings request it; builds it as a whole, or reuses it
 records.py           records which recipe made a cache, and its runs; decides whether a cache is current

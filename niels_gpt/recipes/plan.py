@@ -18,11 +18,11 @@ from niels_gpt.engine.units import PartitionPlan, states_of
 from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.kinds.kind import units_of_key
 from niels_gpt.recipes.disk import needed_bytes
-from niels_gpt.recipes.family import family_named, family_of
+from niels_gpt.recipes.family import family_named
 from niels_gpt.recipes.home_recipes import HomeRecipes, Recipe
 from niels_gpt.recipes.records import TOKENIZER_KEY, cache_root, is_current, recorded_recipe
-from niels_gpt.recipes.request import Inputs, recipe_fingerprint
-from niels_gpt.recipes.resolve import asked_revisions, listing_of, resolve_source
+from niels_gpt.recipes.request import Inputs
+from niels_gpt.recipes.resolve import listing_of, resolve_source
 from niels_gpt.recipes.tokenizer import (
     NoSentinels,
     check_tokenizer,
@@ -31,7 +31,6 @@ from niels_gpt.recipes.tokenizer import (
     tokenizer_state,
     usable_tokenizer,
 )
-from niels_gpt.recipes.training import TRAINING_SETTINGS
 from niels_gpt.recipes.unit_plans import recorded_units
 from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.recipes.user_sources import user_sources
@@ -116,46 +115,6 @@ def plan(settings: Settings, keys: list[str]) -> list[Plan]:
     model = settings.tokenizer or ("sources" if state == "train" else "")
     tokenizer = Plan(TOKENIZER_KEY, state, model, copied_bytes(settings) if state == "copy" else 0)
     return [tokenizer, *(_plan_of(settings, key, opened) for key in keys)]
-
-
-def settings_fingerprint(settings: Settings, key: str, tokenizer: FullTokenizer | None = None) -> str:
-    """Return twelve hex digits of the settings that decide the bytes of `key`, and of the builder's version.
-
-    Covers the parts of `recipe_fingerprint` that are known without reading a source, except --exclude. tokenizer: None
-    if unknown too. A chat template that cannot be read counts as none: the build reports it.
-    """
-    if key in HOME_OF:
-        return HOME_OF[key].settings_fingerprint(settings, key)
-    name = key.rpartition("/")[2]
-    user = user_sources(settings).get(name)
-    if user:
-        source = repr((user.files, user.field, user.licence, user.attribution))
-    else:
-        source = asked_revisions(settings).get(name, "")
-    try:
-        return _fingerprint(settings, key, tokenizer, source)
-    except (OSError, ValueError):
-        unread = replace(settings, chat_template=None, loss_on=Settings.loss_on)
-        return _fingerprint(unread, key, None, source)
-
-
-def _fingerprint(settings: Settings, key: str, tokenizer: FullTokenizer | None, source: str) -> str:
-    if key == TOKENIZER_KEY:  # under the name of before, and without the kind that was the only one
-        recipe = {name: getattr(settings, name) for name in ("tokenizer", "tokenizer_kind", *TRAINING_SETTINGS)}
-        recipe["tokenizer_model"] = recipe.pop("tokenizer")
-        if recipe["tokenizer_kind"] == Settings.tokenizer_kind:
-            del recipe["tokenizer_kind"]
-    else:
-        recipe = family_of(key).recipe(settings, _reads(settings, key), tokenizer)
-    return recipe_fingerprint(settings, key, recipe, tokenizer, source)[:12]
-
-
-def _reads(settings: Settings, key: str) -> tuple[str, ...]:
-    """Return the names of the settings that decide the bytes of `key`."""
-    if key in TREES:
-        return TREES[key].settings
-    name = key.rpartition("/")[2]
-    return SOURCES[name].settings if name in SOURCES else user_sources(settings)[name].spec.settings
 
 
 def built_at(settings: Settings, key: str) -> float:

@@ -65,8 +65,8 @@ def _asset(deployment: Deployment, line: Line) -> dg.AssetsDefinition:
     )
     def output(context: dg.AssetExecutionContext, config: WaitConfig) -> dg.MaterializeResult[None]:
         run = deployment.run(context, config)
-        with step(context, deployment):
-            progress = progress_log(context, "files", "bytes")
+        with step(run):
+            progress = progress_log(run, "files", "bytes")
             done = deliver(run.settings, line, wait=run.wait, progress=progress)
         version = done.content_sha256
         tags = {f"{INPUT_VERSION}/{cache.to_user_string()}": version} if is_ours else None
@@ -103,7 +103,7 @@ def _check(deployment: Deployment, line: Line) -> dg.AssetChecksDefinition:
         required_resource_keys={deployment.resource},
     )
     def check(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-        problems = _problems(deployment.run(context).settings, line)
+        problems = _problems(deployment.settings_of(context), line)
         return dg.AssetCheckResult(
             passed=not problems,
             severity=dg.AssetCheckSeverity.WARN,

@@ -39,13 +39,13 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest
 from niels_gpt.eagle3.target import write_small_target
 from niels_gpt.eagle3.vocab import load_token_mapping
+from niels_gpt.recipes.asked import code_versions
 from niels_gpt.recipes.plan import plan
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import sha256_file
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.sentinels import add_sentinels
 from pipelines.definitions import niels_definitions
-from pipelines.versions import code_versions
 
 KEY = "eagle3/targets"
 VOCAB = "eagle3/draft_vocab"
@@ -164,6 +164,15 @@ def test_targets_alone_make_a_draft_vocabulary_that_is_not_current_and_record_th
     for command, said in (("stats", "300 of the target's"), ("show", "draft ids 0 to 199 of 300")):
         done = niels_gpt(command, f"{settings.cache_dir}/{VOCAB}")
         assert done.status == 0 and said in done.out
+
+
+@pytest.mark.slow
+def test_the_targets_of_the_folders_tokenizer_leave_the_draft_vocabulary_current(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    sample = dataclasses.replace(settings, source_root="sample", eagle3_target=None, eagle3_check_samples=0)
+    assert built(run(instance, sample, "tokenizer", VOCAB)) >= {VOCAB}
+    assert built(run(instance, sample, KEY)) == {KEY} and stale(instance, sample) == {}
 
 
 def test_it_covers_what_the_counted_tokens_say(settings, tmp_path):

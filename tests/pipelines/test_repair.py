@@ -72,8 +72,10 @@ def test_a_check_that_is_not_recorded_names_the_run_config_that_repairs(
     with builder_of(settings, KEY):
         failed = check_alone(instance, settings, KEY, CHECK)
     assert not failed.success
-    (line,) = [line for line in said(instance, failed) if "no build will know" in line]
-    repaired = run(instance, settings, KEY, run_config=yaml.safe_load(line.split("`")[1]))
+    (found,) = failed.get_asset_check_evaluations()
+    asset, config = str(found.description).split("\n\n")[1].split("`")[1::2]
+    assert asset == KEY and "repairs" not in str(found.description)
+    repaired = run(instance, settings, KEY, run_config=yaml.safe_load(config))
     assert built(repaired) == {KEY} and verdicts(repaired)[CHECK][0]
 
 

@@ -16,7 +16,8 @@ from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.rows import iter_rows
 from niels_gpt.engine.meta import BUILDER_VERSIONS
-from niels_gpt.recipes.plan import plan, recipes, settings_fingerprint
+from niels_gpt.recipes.asked import settings_fingerprint
+from niels_gpt.recipes.plan import plan, recipes
 from niels_gpt.recipes.request import recipe_fingerprint
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings

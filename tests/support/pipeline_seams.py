@@ -19,10 +19,11 @@ from niels_gpt.engine import journal
 from niels_gpt.kinds.files import Damage
 from niels_gpt.kinds.kind import kind_of_key, kinds
 from niels_gpt.recipes import records
+from niels_gpt.recipes.asked import settings_fingerprint
 from niels_gpt.recipes.eagle3 import prepare
 from niels_gpt.recipes.eagle3.request import resolved
 from niels_gpt.recipes.exchange import outputs
-from niels_gpt.recipes.plan import every_recipe, recipes, settings_fingerprint
+from niels_gpt.recipes.plan import every_recipe, recipes
 from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
@@ -139,7 +140,7 @@ def turn_taken(root):
 @contextmanager
 def turn_of(settings, key):
     """Hold the turn of pretrain builds as a step of another run does."""
-    with steps.turn(steps.Run(settings, wait=False), key):
+    with steps.turn(steps.Run(None, steps.Deployment(settings=settings), settings, wait=False), key):
         yield
 
 

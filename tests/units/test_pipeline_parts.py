@@ -13,13 +13,14 @@ import yaml
 from support.pipeline_seams import CACHES
 
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.recipes.asked import code_versions
 from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import RENAMED, Settings
 from pipelines import assets, steps
 from pipelines.definitions import defs
-from pipelines.deployment import Deployment
-from pipelines.resources import BuildConfig, Run, settings_from_environment, settings_resource
-from pipelines.versions import code_versions, forced
+from pipelines.deployment import Deployment, Run
+from pipelines.resources import BuildConfig, settings_from_environment, settings_resource
+from pipelines.versions import forced
 
 KEY = "sft/dolly15k"
 EVERYTHING = {"tokenizer", *CACHES}
@@ -108,7 +109,7 @@ def test_the_run_config_that_a_remedy_prints_names_the_op_of_the_asset(given):
 def test_a_reexecuted_run_with_force_goes_on_with_what_the_first_has_built(settings, parent, is_again):
     attempt = SimpleNamespace(retry_number=0, run=SimpleNamespace(parent_run_id=parent))
     context = SimpleNamespace(op_execution_context=attempt)
-    forced = (context, Deployment(settings=settings), Run(settings, force=True), KEY)
+    forced = (Run(context, Deployment(settings=settings), settings, force=True), KEY)
     assert (steps.why_from_scratch(*forced) is None) == is_again, "nothing was ever committed"
     build_token_cache(settings, "dolly15k")
     assert steps.why_from_scratch(*forced) is not None, "what is finished is built once more"
