@@ -111,7 +111,8 @@ def _translated(
 ) -> dict[str, dg.AssetSpec]:
     """Return the complete spec of every asset by its path, as the translator has it.
 
-    Raises: ValueError where it leaves out a dependency, or changes a code version: both decide what is stale.
+    Raises: ValueError where it leaves out a dependency, or changes a code version: both decide what is stale; where it
+        gives two assets one key.
     """
     versions, found, moved = code_versions(deployment.settings), dict[str, dg.AssetSpec](), dict[Any, dg.AssetKey]()
     for spec in (spec for asset in made for spec in asset.specs):
@@ -131,7 +132,10 @@ def _translated(
             raise ValueError(
                 f"translator: {path} has lost {what}; expected every dependency, and the same code version"
             )
+    paths = dict[dg.AssetKey, str]()
     for path, spec in found.items():
+        if (other := paths.setdefault(spec.key, path)) != path:
+            raise ValueError(f"translator: {other} and {path} have one key, {spec.key.to_user_string()}; expected two")
         deps = [
             dg.AssetDep(moved.get(dep.asset_key, dep.asset_key), partition_mapping=dep.partition_mapping)
             for dep in spec.deps

@@ -23,6 +23,7 @@ from niels_gpt.signals import below
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.meta_json import printable, shortened
 from niels_gpt.storage.remedies import PROGRAM
+from niels_gpt.storage.versions import committed_version, note_check
 
 if TYPE_CHECKING:
     from niels_gpt.kinds.files import Damage
@@ -256,8 +257,12 @@ def checked(outcome: Outcome, settings: Settings) -> list[tuple[str, str]]:
     names = [name for name in kind.checks_of_build(reused=outcome.reused, deep=limits.deep) if name not in said]
     verdicts = verify(outcome.path, limits, names=names)
     bad, warnings = list[str](), list[tuple[str, str]]()
+    version = committed_version(outcome.path)
     for check in kind.checks:
         problems = verdicts[check.name].problems if check.name in verdicts else []
+        if check.name in verdicts and not problems and not outcome.reused:
+            with suppress(OSError, CacheError):  # such as another build that has begun
+                note_check(outcome.path, version, check.name, has_failed=False)
         if check.blocking:
             bad += problems
         else:

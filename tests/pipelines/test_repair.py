@@ -14,6 +14,7 @@ from support.dagster_runs import builder_of, built, check_alone, metadata, run, 
 from support.pipeline_seams import check_never_passes, noted_restarts, recipe_is, turn_of
 
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.commands.report import checked
 from niels_gpt.recipes.request import restart
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.recipes.units import build_token_cache
@@ -59,7 +60,11 @@ def test_a_damaged_cache_is_repaired_by_materializing_it_once_more(
     damage(settings)
     assert build_token_cache(settings, "dolly15k").reused, "no check has failed"
     assert not check_alone(instance, settings, KEY, CHECK).success
-    assert not build_token_cache(settings, "dolly15k").reused
+    repaired = build_token_cache(settings, "dolly15k")
+    assert not repaired.reused and checked(repaired, settings) == []
+    damage(settings)
+    assert not check_alone(instance, settings, KEY, CHECK).success
+    assert not build_token_cache(settings, "dolly15k").reused, "the build before has helped, so another one may"
     assert check_alone(instance, settings, KEY, CHECK).success and built(run(instance, settings, KEY)) == set()
 
 

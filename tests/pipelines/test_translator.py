@@ -97,9 +97,12 @@ class Loses(CacheTranslator):
         return spec.replace_attributes(**self.changes) if path == "sft/oasst1" else spec
 
 
-@pytest.mark.parametrize(("changes", "named"), [({"deps": []}, "raw/oasst1"), ({"code_version": "2"}, "code version")])
-def test_a_translator_that_would_hide_what_is_stale_is_refused(changes, named):
-    with pytest.raises(ValueError, match=f"sft/oasst1.*{named}"):
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"deps": []}, "raw/oasst1"), ({"code_version": "2"}, "code version"), ({"key": ["raw", "oasst1"]}, "raw/oasst1")],
+)
+def test_a_translator_that_would_hide_what_is_stale_or_an_asset_is_refused(changes, named):
+    with pytest.raises(ValueError, match=f"translator: .*sft/oasst1.*{named}"):
         niels_definitions(translator=Loses(**changes))
 
 
