@@ -172,10 +172,9 @@ def why_from_scratch(run: Run, path: str) -> str | None:
 
 
 def turn(run: Run, path: str) -> AbstractContextManager[None]:
-    """Hold what one run alone may have that builds a pretrain cache in this folder: it encodes on all cores.
+    """Hold the turn of pretrain builds in this folder of caches: each encodes on all cores. Other caches need none.
 
-    Of another cache nothing.
-    It waits where another has it: a run that does not wait is about the cache at `path` alone.
+    It waits while another run has it, also where `wait` is off: that is about other builds of the cache at `path`.
     Raises: CacheError E503 where another process builds that cache and the run does not wait.
     """
     if not builds_alone(path):
