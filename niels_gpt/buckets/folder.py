@@ -58,6 +58,7 @@ class BoundedFolder:
         Raises: CacheError E504 if it is no folder; E502 if it belongs to another user, or everybody may write there.
         """
         self.path, self.max_bytes = path, max_bytes
+        self._is_stuck = False  # a stopped process had the lock last time, so nobody waits for it again
         self.make("")
 
     def make(self, name: str) -> Path:
@@ -108,7 +109,7 @@ class BoundedFolder:
     @contextmanager
     def _locked(self) -> Iterator[int]:
         """Yield the open file `used`, locked. Raises: BusyFolderError if a stopped process has the lock."""
-        path, end = self.path / _USED, time.monotonic() + PATIENCE_S
+        path, end = self.path / _USED, time.monotonic() + (0 if self._is_stuck else PATIENCE_S)
         handle = self._opened(path)
         if handle is None:
             remedy = f"Remove it: {shlex.join(['rm', '-r', str(path)])}"
@@ -116,8 +117,10 @@ class BoundedFolder:
         try:
             while not _locks(handle):
                 if time.monotonic() > end:
+                    self._is_stuck = True
                     raise BusyFolderError(f"{path}: another process has locked it for {PATIENCE_S:.0f} s")
                 time.sleep(_POLL_USED_S)
+            self._is_stuck = False
             yield handle
         finally:
             fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor too

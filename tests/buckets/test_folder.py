@@ -23,6 +23,8 @@ from support.mounted_caches import (
     used_bytes,
 )
 
+from niels_gpt.buckets import folder as folders
+from niels_gpt.buckets.folder import BoundedFolder, BusyFolderError
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.storage.errors import UsageError
 from niels_gpt.storage.mounted import MOUNTED
@@ -356,3 +358,28 @@ def test_a_copy_of_the_folder_elsewhere_works(cache, local, tmp_path):
     copied(local, tmp_path / "other")
     assert digest(stream(f"file://{cache.resolve()}", local=tmp_path / "other")) == digest(stream(cache))
     assert only_mount().fetched_bytes == 0
+
+
+def test_a_process_that_was_stopped_with_the_lock_is_waited_for_once(local, monkeypatch):
+    folder, waits = BoundedFolder(local, 16 << 20), []
+    path = folder.make("cache-0123456789ab") / ".pieces" / "0-0"
+    monkeypatch.setattr(folders, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(folders.time, "sleep", waits.append)
+
+    def arrives():
+        waits.clear()
+        try:
+            with folder.arriving(path, 9) as handle:
+                os.write(handle, bytes(9))
+        except BusyFolderError:
+            assert not path.exists()
+            return False
+        return path.stat().st_size == 9
+
+    assert arrives() and waits == []
+    path.unlink()
+    with open(local / "used", "rb") as used:
+        fcntl.flock(used, fcntl.LOCK_EX)
+        assert not arrives() and len(waits) > 1
+        assert not arrives() and waits == [], "a thousand pieces would each wait"
+    assert arrives() and waits == []
