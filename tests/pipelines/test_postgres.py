@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(postgres.programs() is None, reason="no PostgreSQL: apt-get install postgresql"),
 ]
 REPOSITORIES = """{ repositoriesOrError { ... on RepositoryConnection { nodes {
-  location { name } assetNodes { assetKey { path } } jobs { name } schedules { name } sensors { name } } } } }"""
+  location { name } assetNodes { assetKey { path } } jobs { name } sensors { name } } } } }"""
 OF_DAGSTER = {"__ASSET_JOB", "default_automation_condition_sensor"}
 """What every code location has."""
 BLOCKS = blocks_of((ROOT / "docs" / "deployment.md").read_text(encoding="utf-8"))
@@ -64,7 +64,7 @@ def test_two_code_locations_share_a_database_and_nothing_else(home, server):
             name: {"/".join(node["assetKey"]["path"]) for node in each["assetNodes"]} for name, each in found.items()
         }
         assert keys["team_a"] == {f"team_a/{key}" for key in keys["niels_gpt"]}
-        for kind in ("jobs", "schedules", "sensors"):
+        for kind in ("jobs", "sensors"):
             ours, theirs = ({node["name"] for node in each[kind]} - OF_DAGSTER for each in found.values())
             assert ours and theirs and not ours & theirs
         with ExitStack() as held:  # both wait for their tokenizer
