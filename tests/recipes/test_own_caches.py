@@ -332,8 +332,9 @@ def test_sources_toml_makes_two_assets_and_what_changes_in_a_source_is_stale(
     result = run(instance, with_file, "tokenizer", "pretrain/notes", "sft/support", "raw/notes", "raw/support")
     assert built(result) == {"tokenizer", "pretrain/notes", "sft/support"}
     shown = metadata(result)
-    assert (shown["sft/support"]["licence"], shown["sft/support"]["attribution"]) == ("CC BY 4.0", "The support team")
-    assert shown["pretrain/notes"]["licence"] == "not stated" and "picture" in shown["pretrain/notes"]
+    source = shown["sft/support"]["source"]
+    assert (source["licence"], source["attribution"]) == ("CC BY 4.0", "The support team")
+    assert shown["pretrain/notes"]["source"]["licence"] == "not stated" and "picture" in shown["pretrain/notes"]
     assert built(run(instance, with_file, "pretrain/notes", "sft/support")) == set()
     ours = {"pretrain/notes", "sft/support"}
     assert not stale(instance, with_file).keys() & ours
@@ -345,7 +346,7 @@ def test_sources_toml_makes_two_assets_and_what_changes_in_a_source_is_stale(
     assert stale(instance, with_file).keys() & ours == {"sft/support"}
     result = run(instance, with_file, *ours)
     assert built(result) == {"sft/support"}
-    assert metadata(result)["sft/support"]["licence"] == "CC BY-SA 4.0"
+    assert metadata(result)["sft/support"]["source"]["licence"] == "CC BY-SA 4.0"
 
 
 def test_a_prefix_goes_before_them_too(with_file):

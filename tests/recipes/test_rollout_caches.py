@@ -282,7 +282,7 @@ def test_both_are_assets_with_checks_and_a_picture(
     assert all(passed for passed, _ in verdicts(result).values())
     shown = metadata(result)
     for key in keys:
-        assert shown[key]["picture"].startswith("![groups](data:image/png;base64,")
+        assert shown[key]["picture"].startswith("![groups](<data:image/svg+xml,")
         assert shown[key]["content_sha256"] and "supervised tokens are in [[ ]]" in str(shown[key]["examples"])
     assert shown[MATHS]["folding/token_factor"] == pytest.approx(56 / 20, abs=1e-3)
     assert stale(instance, both) == {}
