@@ -15,7 +15,7 @@ from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import committed_version, failed_checks, note_check
 from pipelines.deployment import Deployment
-from pipelines.versions import PARTITIONS, forced, static_partitions_of
+from pipelines.versions import PARTITIONS, forced, has_static_partitions
 
 _DIGITS = 6  # of a share
 CAUSED_ELSEWHERE = frozenset({"tokenizer_matches", "positions"})
@@ -125,7 +125,7 @@ def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verd
     if not repairs:
         return said
     asset, config = key.to_user_string(), f"with the run config `{forced(deployment, path)}`"
-    if path in static_partitions_of(deployment):
+    if has_static_partitions(deployment, path):
         parts = deployment.key(PARTITIONS + path).to_user_string()
         return f"{said}\n\nMaterialize all of `{parts}`{'' if is_missing else f' {config}'}, then `{asset}`"
     # Otherwise it could not be recorded, or a rebuild of the same content did not help.

@@ -45,6 +45,7 @@ from pipelines.steps import (
 )
 from pipelines.versions import (
     PARTITIONS,
+    has_static_partitions,
     inputs_of,
     newer_observation,
     static_partitions_of,
@@ -64,11 +65,10 @@ def in_partitions(deployment: Deployment, made: Iterable[dg.AssetsDefinition]) -
     """Return the assets; those that are built in partitions become graphs, or seals, with the same specs."""
     plans: dict[frozenset[str], dg.OpDefinition] = {}
     steps = [make(deployment) for make in (_build_partition, _seal_cache)]
-    static = static_partitions_of(deployment)
 
     def cache(plain: dg.AssetsDefinition) -> dg.AssetsDefinition:
         path = deployment.path_of(plain.key)
-        if path in static:
+        if has_static_partitions(deployment, path):
             return _as_seal(deployment, plain)
         return _as_graph(deployment, plain, plans, *steps) if is_in_partitions(deployment.settings, path) else plain
 
@@ -108,7 +108,7 @@ def _sealed(run: Run, path: str, remedy: str) -> Iterator[dg.MaterializeResult[N
         if is_in_partitions(core, path):
             # Of the newest plan, as its partitions: an observation may have been made since the plan was fixed.
             units = units_of(core, path, fixes=False)
-            if path in static_partitions_of(run.deployment):
+            if has_static_partitions(run.deployment, path):
                 _refuse_unfinished(units, remedy)
             return units.seal(progress=progress_log(run.context, "files", "bytes"))
         return every_recipe(core)[path](core, observed=newer_observation(run, path), progress=progress_log(run.context))
@@ -280,7 +280,7 @@ def jobs_of(deployment: Deployment) -> list[Any]:
 
 
 def _partition_asset(deployment: Deployment, path: str) -> dg.AssetsDefinition:
-    """Return the asset whose partitions are those of a cache."""
+    """Return the asset partitions/FAMILY/NAME of a cache."""
     family = PARTITIONS.rstrip("/")
 
     @dg.asset(

@@ -46,12 +46,10 @@ def upstream_of(settings: Settings, path: str) -> list[str]:
     """Return the paths of the assets that a cache is made from, in the order of its dependencies."""
     if path == TOKENIZER_KEY:
         return []
+    tokenizer = [TOKENIZER_KEY] if takes_tokenizer(settings, path) else []
     if path in HOME_OF:
         source = HOME_OF[path].source(settings)  # files of chats or rows are not observed
-        found = [f"raw/{source}"] if source else []
-        found += [TOKENIZER_KEY] if takes_tokenizer(settings, path) else []
-        return [*found, *([VOCAB_KEY] if path == TARGETS_KEY else [])]
-    tokenizer = [TOKENIZER_KEY] if takes_tokenizer(settings, path) else []
+        return [*([f"raw/{source}"] if source else []), *tokenizer, *([VOCAB_KEY] if path == TARGETS_KEY else [])]
     root = [SFT_ROOT] if path.startswith(SFT_ROOT) else []
     return [*tokenizer, f"raw/{path.rpartition('/')[2]}", *root]
 
@@ -64,7 +62,7 @@ def inputs_of(deployment: Deployment, path: str) -> list[str]:
     """
     cache = path.removeprefix(PARTITIONS)
     made_from = upstream_of(deployment.settings, cache)
-    if cache not in static_partitions_of(deployment):
+    if not has_static_partitions(deployment, cache):
         return made_from
     roots = [each for each in made_from if each == SFT_ROOT]
     return [PARTITIONS + cache, *roots] if cache == path else [each for each in made_from if each not in roots]
@@ -72,15 +70,17 @@ def inputs_of(deployment: Deployment, path: str) -> list[str]:
 
 def static_partitions_of(deployment: Deployment) -> list[str]:
     """Return the paths of the caches that have Dagster's static partitions in a deployment."""
-    settings = deployment.settings
-    if not deployment.static_partitions or settings.partitions == 1:
-        return []
-    return [path for path in every_key(settings) if is_in_partitions(settings, path)]
+    return [path for path in every_key(deployment.settings) if has_static_partitions(deployment, path)]
+
+
+def has_static_partitions(deployment: Deployment, path: str) -> bool:
+    """Whether a cache has Dagster's static partitions in a deployment."""
+    return deployment.static_partitions and is_in_partitions(deployment.settings, path)
 
 
 def forced(deployment: Deployment, path: str) -> str:
     """Return the run config, in YAML, that builds a cache from scratch; with static partitions, of each of these."""
-    asset = PARTITIONS + path if path in static_partitions_of(deployment) else path
+    asset = PARTITIONS + path if has_static_partitions(deployment, path) else path
     return f"ops: {{{deployment.key(asset).to_python_identifier()}: {{config: {{force: true}}}}}}"
 
 
@@ -159,7 +159,7 @@ class Observations:
     def _is_news(self, cache: str, source: Mapping[str, Any]) -> bool:
         """Return whether Dagster has to know the text that a step has read.
 
-        Every step reads files anew; but where somebody has observed other files since the run started, the step may
+        Every step reads the files; but where somebody has observed other files since the run started, the step may
         have read the older ones. The hub is asked for a revision only where none is recorded: its revision is news
         where nobody has observed the dataset, or where the cache is ahead of what is observed: of another dataset, or
         the command line has asked the hub since (--refresh). A cache of a revision that a run has named, and one of a

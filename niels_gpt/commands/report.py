@@ -261,7 +261,7 @@ def checked(outcome: Outcome, settings: Settings) -> list[tuple[str, str]]:
     for check in kind.checks:
         problems = verdicts[check.name].problems if check.name in verdicts else []
         if check.name in verdicts and not problems and not outcome.reused:
-            with suppress(OSError, CacheError):  # such as another build that has begun
+            with suppress(OSError, CacheError):  # such as another build that has started
                 note_check(outcome.path, version, check.name, has_failed=False)
         if check.blocking:
             bad += problems
