@@ -29,6 +29,7 @@ class Log:
         self.rank, self.ranks = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
         )
+        self.kill_at = float(os.environ.get("KILL_AT", "inf"))
         self.file = open(Path(folder) / f"rank-{self.rank}.jsonl", "a")
 
     def step(self, number: int, rows: Any, loss: float, targets: int) -> None:
@@ -44,10 +45,12 @@ class Log:
         line = {"step": number, "ranks": self.ranks, "rows": hashes, "targets": targets}
         line["loss"] = loss * targets if targets else 0.0
         print(json.dumps(line), file=self.file, flush=True)
+        if number > self.kill_at:  # a busy machine kills late: without this the run could save again, or end
+            time.sleep(SECONDS)
 
 
 def run(script: str | Path, folder: Path, *arguments: Any, ranks: int = 1, kill_at: int | None = None) -> None:
-    """Run a script in a process for each rank; with kill_at, kill all as soon as one has logged that step."""
+    """Run a script in a process for each rank; with kill_at, kill all between that step and the end of the next."""
     folder.mkdir(exist_ok=True)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -57,6 +60,7 @@ def run(script: str | Path, folder: Path, *arguments: Any, ranks: int = 1, kill_
     started = []
     for rank in range(ranks):
         of_rank = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        of_rank["KILL_AT"] = str(kill_at or "inf")
         if ranks == 1:  # as a user starts it, without torchrun
             of_rank = {name: of_rank[name] for name in of_rank if name not in (*world, "RANK", "LOCAL_RANK")}
         with open(folder / f"output-{rank}.txt", "a") as output:
