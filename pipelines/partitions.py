@@ -19,7 +19,7 @@ from typing import Any
 
 import dagster as dg
 
-from niels_gpt.recipes.asked import code_version, is_in_partitions
+from niels_gpt.recipes.asked import code_versions, is_in_partitions
 from niels_gpt.recipes.home_recipes import units_of
 from niels_gpt.recipes.plan import every_recipe
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, recorded_recipe
@@ -268,7 +268,9 @@ def _as_output(result: dg.MaterializeResult[None]) -> dg.Output[None]:
 
 def assets_of(deployment: Deployment) -> list[dg.AssetsDefinition]:
     """Return partitions/FAMILY/NAME of each cache with static partitions."""
-    return [_partition_asset(deployment, path) for path in static_partitions_of(deployment)]
+    paths = static_partitions_of(deployment)
+    versions = code_versions(deployment.settings) if paths else {}
+    return [_partition_asset(deployment, path, versions[path]) for path in paths]
 
 
 def jobs_of(deployment: Deployment) -> list[Any]:
@@ -279,8 +281,8 @@ def jobs_of(deployment: Deployment) -> list[Any]:
     return [job] if keys else []
 
 
-def _partition_asset(deployment: Deployment, path: str) -> dg.AssetsDefinition:
-    """Return the asset partitions/FAMILY/NAME of a cache."""
+def _partition_asset(deployment: Deployment, path: str, version: str) -> dg.AssetsDefinition:
+    """Return the asset partitions/FAMILY/NAME of a cache. version: the cache's code version."""
     family = PARTITIONS.rstrip("/")
 
     @dg.asset(
@@ -291,7 +293,7 @@ def _partition_asset(deployment: Deployment, path: str) -> dg.AssetsDefinition:
         group_name=deployment.group(family),
         owners=list(deployment.owners),
         tags={"family": family, **deployment.tags},
-        code_version=code_version(deployment.settings, path),
+        code_version=version,
         automation_condition=condition_of(deployment, PARTITIONS + path),
         retry_policy=NETWORK_RETRIES,
         pool=PARTITION_POOL,

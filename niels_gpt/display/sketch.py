@@ -15,6 +15,7 @@ _WHOLE = 100  # from here on without decimals
 _LEAST_RANGE = 8  # from the smallest to the largest value, of a logarithmic axis
 _ROOT = "xmlns='http://www.w3.org/2000/svg' width='340' font-family='Arial' font-size='12' fill='gray'"
 _LOOKS = ("fill='skyblue'", "fill='none' stroke='chocolate' stroke-width='2'")  # of the first split, and of the second
+_SAFE = " '/:;=,.()"  # they mean nothing in an address, nor in Markdown between < and >
 
 
 def sketch(name: str, distributions: Distributions) -> str:
@@ -27,10 +28,6 @@ def sketch(name: str, distributions: Distributions) -> str:
     splits = next(iter(distributions.values()))
     legend = "\n\nbars: {}, line: {}".format(*splits) if len(splits) > 1 else ""
     return f"![{name}](<data:image/svg+xml,{quote(svg, safe=_SAFE)}>){legend}"
-
-
-_SAFE = " '/:;=,.()"
-"""Characters that mean nothing in an address, nor in Markdown between < and >."""
 
 
 def _panel(y: int, title: str, splits: Mapping[str, NDArray[Any]]) -> str:

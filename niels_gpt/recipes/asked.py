@@ -88,8 +88,8 @@ def _place(settings: Settings, name: str) -> str:
         return str(Path(name).expanduser().absolute())
     if SOURCES[name].dataset is None and settings.source_root == "hub":
         return str(Path(settings.roam_dir).expanduser().absolute())
-    named = settings.source_root
-    return named if named in ("hub", "sample") else str(Path(named).expanduser().absolute())
+    root = settings.source_root
+    return root if root in ("hub", "sample") else str(Path(root).expanduser().absolute())
 
 
 def _of_chats(settings: Settings) -> dict[str, Any]:

@@ -478,9 +478,9 @@ class Units(CacheUnits):
                 receipt, reused = self._built(plan, partition, wait, progress, mends=True)
                 with build_lock(self.path, wait=True):
                     mended = self._mended_by(plan, number, self.kind.mend)
+                    is_whole = mended is not None and not mended.left
                     # `left` has the files of all units. Shards of others may still be damaged, if a check has failed.
-                    is_whole = not (self.mends and find_damage(self.path, deep=True))
-                    if mended is not None and not mended.left and is_whole:
+                    if is_whole and not (self.mends and find_damage(self.path, deep=True)):
                         note_built_again(self.path)
                         if is_current(self.path, plan.fingerprint):
                             discard_plan(plan)

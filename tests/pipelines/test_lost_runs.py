@@ -171,9 +171,9 @@ def test_a_killed_step_and_a_killed_run_amid_sensor_ticks_leave_nothing_stuck(ho
         before = ticks()
         until(lambda: ticks() > before + 1, "a whole tick of the sensor rebuild")  # it has seen the first build
         write(home / "mirror" / "roam" / "later.md", "- the heron comes back\n" * 200_000)
-        begun = until(lambda: built_by(home), "a build that the sensors have asked for")
-        os.kill(begun, signal.SIGKILL)
-        again = until(lambda: (pid := built_by(home)) != begun and pid, "the second attempt of the step")
+        builder = until(lambda: built_by(home), "a build that the sensors have asked for")
+        os.kill(builder, signal.SIGKILL)
+        again = until(lambda: (pid := built_by(home)) != builder and pid, "the second attempt of the step")
         (run,) = [run for run, state in dev.statuses().items() if state == "STARTED"]
         os.kill(parent_of(parent_of(again)), signal.SIGKILL)  # the run; between them is the server of its forks
         assert dev.finished(run) == ["FAILURE"], "the daemon ends it after max_runtime_seconds"
