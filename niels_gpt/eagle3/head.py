@@ -6,11 +6,13 @@
 A native cache stores hidden states instead of distributions. The head is the target's final norm, its lm_head, and the
 operations on the logits: `logit_scale` (Cohere, Granite) and a softcap (Gemma). `TargetHead.of_model` finds these parts
 by running a few tokens through the model, and checks on them that the head's logits equal the model's.
+`TargetHead.of_checkpoint` does the same on the model's code without its decoder blocks, whose weights are not needed.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -85,12 +87,19 @@ class TargetHead(nn.Module):
         """Return the head of a causal language model, sharing its weights. Runs a few tokens through the model.
 
         `last_hidden` is "post_norm" if no known norm turns the last block's output into the lm_head's input.
+        Weights that are not whole in memory (offloaded, split over devices, quantized) are read from the folder that
+        the model was loaded from.
 
-        Raises: ValueError (E705) if the head's logits differ from the model's.
+        Raises: ValueError (E705) if the head's logits differ from the model's; the errors of `of_checkpoint`.
         """
         probe = Probe.of(model)
         lm_head: Any = model.get_output_embeddings()  # type: ignore[operator]
         embeddings: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
+        of_norms = (weight for norm in probe.norms for weight in norm.parameters())
+        if not all(map(_is_whole, (embeddings, *lm_head.parameters(), *of_norms))):
+            head = cls.of_model(_ends_of(model)).to(probe.logits.device)
+            head._prove(model, probe)
+            return head
         tied = embeddings.shape == lm_head.weight.shape and embeddings.data_ptr() == lm_head.weight.data_ptr()
         weights = {"embeddings": embeddings, "lm_head_bias": getattr(lm_head, "bias", None)}
         if not tied:
@@ -106,11 +115,27 @@ class TargetHead(nn.Module):
             last_hidden="post_norm" if kind is None else "pre_norm",
         )
         head._fit_logits(model, probe)
-        states = probe.post_norm if head.last_hidden == "post_norm" else probe.pre_norm
-        error = difference(head.logits(states), probe.logits)
-        if not error <= tolerance(probe.logits):
-            raise other_logits(model, error)
+        head._prove(model, probe)
         return head
+
+    @classmethod
+    def of_checkpoint(
+        cls, name: str, *, revision: str | None = None, dtype: torch.dtype, device: str | torch.device = "cpu"
+    ) -> Self:
+        """Return the head of a target, read from its safetensors without the decoder blocks, whose files may be absent.
+
+        Kind and eps of the norm, scale and softcap are found and proved on the target's class without blocks
+        (`checkpoint.load_ends`). Not proved: that the target's own last block feeds this norm, and any state.
+
+        name: a folder, else a hub id. revision: branch, tag or commit on the hub.
+        dtype: as the target would be loaded; equal to `of_model` of that, bit for bit. device: holds its tensors.
+        Raises: FileNotFoundError for a folder without config, weights or a file with the head; ConnectionError if the
+            hub does not answer; ImportError without the extra; ValueError (E705) for tensors that are missing or
+            quantized, for a checkpoint that is not in safetensors, and for a class that does not run without blocks.
+        """
+        from niels_gpt.eagle3.checkpoint import load_ends
+
+        return cls.of_model(load_ends(name, revision=revision, dtype=dtype, device=device))
 
     @classmethod
     def of_cache(
@@ -281,6 +306,13 @@ class TargetHead(nn.Module):
             last = self._kept_rows = wanted, self._lm_head[index], None if bias is None else bias[index]
         return last[1:]
 
+    def _prove(self, model: nn.Module, probe: Probe) -> None:
+        """Raise ValueError (E705) if the head's logits differ from the model's."""
+        states = probe.post_norm if self.last_hidden == "post_norm" else probe.pre_norm
+        error = difference(self.logits(states), probe.logits.to(self._lm_head.device))
+        if not error <= tolerance(probe.logits):
+            raise other_logits(model, error)
+
     @torch.no_grad()
     def _fit_logits(self, model: nn.Module, probe: Probe) -> None:
         """Choose scale and softcap from the model's config so that the logits match.
@@ -303,6 +335,31 @@ class TargetHead(nn.Module):
         self.logit_scale, self.softcap = best = min(errors, key=lambda each: errors[each])
         if not errors[best] <= tolerance(probe.logits):
             raise other_logits(model, errors[best])
+
+
+def embeddings_of(model: nn.Module) -> Tensor:
+    """Return a causal language model's input embeddings [V, H]; not whole in memory, from its folder, as `of_model`."""
+    weight: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
+    return weight if _is_whole(weight) else _ends_of(model).get_input_embeddings().weight  # type: ignore[operator]
+
+
+def _is_whole(weight: Tensor) -> bool:
+    """Return whether a weight's numbers are here: not on `meta`, split over devices, packed or quantized."""
+    is_plain = type(weight) in (Tensor, nn.Parameter) and not weight.is_meta
+    return is_plain and weight.dtype in (*_COMPUTE.values(), torch.float16, torch.float64)
+
+
+def _ends_of(model: nn.Module) -> nn.Module:
+    """Return a loaded model's ends, read from the folder that it was loaded from. Raises: see `load_ends`."""
+    from niels_gpt.eagle3.checkpoint import load_ends
+
+    folder, dtype = str(getattr(model, "name_or_path", "")), getattr(model, "dtype", None)
+    if not os.path.isdir(folder):
+        raise TargetError(
+            f"{type(model).__name__}: its head is not whole in memory, and was loaded from {folder!r}, which is no "
+            "folder here. Load it from the folder with its checkpoint"
+        )
+    return load_ends(folder, dtype=dtype if dtype in (*_COMPUTE.values(), torch.float16) else torch.bfloat16)
 
 
 def _chunks(rows: int, values: int) -> Iterator[slice]:
@@ -347,7 +404,7 @@ class Probe:
             if module is lm_head and inputs:
                 seen["post"] = inputs[0]
             elif "pre" in seen and inputs and isinstance(inputs[0], Tensor) and inputs[0].shape == seen["pre"].shape:
-                norms.extend([module] * torch.equal(inputs[0], seen["pre"]))
+                norms.extend([module] * torch.equal(inputs[0].to(seen["pre"].device), seen["pre"]))
 
         handles = [blocks[-1].register_forward_hook(of_block)]
         if gain != 1.0:  # before the hook that keeps the lm_head's input
@@ -388,7 +445,9 @@ def other_logits(model: nn.Module, error: float) -> ValueError:
 
 def _run(model: nn.Module, lm_head: Any) -> Tensor:
     vocab_size = lm_head.weight.shape[0]
-    ids = (torch.arange(_PROBED, device=lm_head.weight.device) + _PROBED).remainder(vocab_size)[None]
+    # Weights that accelerate offloads are on `meta`; its hooks move the ids to where they are needed.
+    device = "cpu" if lm_head.weight.is_meta else lm_head.weight.device
+    ids = (torch.arange(_PROBED, device=device) + _PROBED).remainder(vocab_size)[None]
     knows_cache = "use_cache" in inspect.signature(model.forward).parameters
     output = model(input_ids=ids, attention_mask=torch.ones_like(ids), **({"use_cache": False} if knows_cache else {}))
     logits: Tensor = output[0] if isinstance(output, tuple) else output.logits

@@ -6,12 +6,16 @@ Decides which models are refused. Only a hub id reaches the network; code of a m
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
+import re
 import secrets
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 
 _MAX_LAYERS = 1000
 _WEIGHTS, _INDEX, _ADAPTER = ".safetensors", "model.safetensors.index.json", "adapter_config.json"
+_WHOLE = "model.safetensors"
+_OF_A_BLOCK = re.compile(r"(^|\.)\d+\.")  # model.layers.3.mlp.up_proj.weight
 _AGAIN = "Download it again"
 
 
@@ -156,6 +162,79 @@ def load_target(
             )
     opened: nn.Module = model.requires_grad_(False).eval().to(device)
     return opened
+
+
+def sha256_of_ends(name: str, *, revision: str | None = None) -> dict[str, str]:
+    """Return the sha256 of each file that `checkpoint.load_ends` reads, by name; {} for the hub, which has commits.
+
+    Raises: see `checkpoint.load_ends`.
+    """
+    if not is_local(name):
+        return {}
+    return {path.name: sha256_file(path) for path in sorted(set(tensors_of_ends(name, revision)[2].values()))}
+
+
+def tensors_of_ends(name: str, revision: str | None) -> tuple[Any, Path, dict[str, Path]]:
+    """Return a target's config, its folder, and the tensors outside its blocks by name, each with its file.
+
+    Of the hub only these files are downloaded. Raises: see `checkpoint.load_ends`.
+    """
+    facts, config, folder = _of_config(name, revision)
+    fetched = partial(_local, folder) if facts.revision is None else partial(_of_hub, name, facts.revision)
+    if fetched(_ADAPTER) is not None:
+        raise TargetError(f"{folder}: has {_ADAPTER}, expected a whole model. Merge the adapter into its model")
+    if (whole := fetched(_WHOLE)) is not None:
+        names, files = _names_in(whole), {_WHOLE: whole}
+        placed = dict.fromkeys(names, _WHOLE)
+    elif (index := fetched(_INDEX)) is not None:
+        refuse_large(index.parent)
+        shards_of(index, str(folder))  # refuses names of files elsewhere
+        placed = {str(key): str(file) for key, file in json.loads(index.read_bytes())["weight_map"].items()}
+        files = {}
+    else:
+        raise _no_safetensors(folder)
+    ends = {key: file for key, file in placed.items() if not _OF_A_BLOCK.search(key)}
+    for key, file in ends.items():
+        if file not in files:
+            path = fetched(file)
+            if path is None:
+                raise NotFound(f"{folder / file}: no such file, and {_INDEX} has {key} there. {_AGAIN}", code="E705")
+            files[file] = path
+            _names_in(path)
+    return config, folder, {key: files[file] for key, file in ends.items()}
+
+
+def _no_safetensors(folder: Path) -> ValueError | OSError:
+    """Return the error for a folder whose single tensors cannot be read."""
+    if not any((folder / file).exists() for file in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
+        found = f"{folder}: neither {_WHOLE} nor {_INDEX} is there, expected weights in safetensors"
+        return NotFound(found, code="E705")
+    code = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({str(folder)!r})"
+    command = shlex.join(["python", "-c", f"{code}.save_pretrained({str(folder)!r})"])
+    return TargetError(
+        f"{folder}: its weights are pickled, and single tensors are read of safetensors alone. Convert it: {command}"
+    )
+
+
+def _local(folder: Path, file: str) -> Path | None:
+    return folder / file if os.path.lexists(folder / file) else None
+
+
+def _of_hub(name: str, commit: str, file: str) -> Path | None:
+    return hub_file(name, file, commit)
+
+
+def _names_in(path: Path) -> list[str]:
+    """Return the tensors of a safetensors file. Raises: TargetError for a file that is damaged or mostly holes."""
+    from safetensors import SafetensorError, safe_open
+
+    with open(open_for_reading(path, follow_links=True), "rb") as file:
+        refuse_sparse(file.fileno(), str(path), *WITHOUT_HOLES, _AGAIN)
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return list(opened.keys())
+    except SafetensorError as error:
+        raise TargetError(f"{path}: safetensors cannot read it: {error}. {_AGAIN}") from error
 
 
 def _transformers() -> ModuleType:
