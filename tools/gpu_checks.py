@@ -523,6 +523,43 @@ def check_torchtitan(run: Run) -> None:
     run.near("losses after the resume", losses[0], losses[1], 1e-3)
 
 
+def check_speculators(run: Run) -> None:
+    """speculators' Trainer on a native cache: stopped and started again, it ends with the weights of one run."""
+    missing = [name for name in ("speculators", "hs_connectors", "openai", "loguru") if find_spec(name) is None]
+    if not run.on_gpu or missing:
+        why = f"{', '.join(missing)} not installed" if missing else "speculators' Trainer wants an accelerator"
+        run.add("weights after a resume", "skipped", why=why)
+        return
+    from speculators.models.eagle3 import Eagle3DraftModel
+    from speculators.train.trainer import Trainer, TrainerConfig
+    from transformers import LlamaConfig
+
+    from niels_gpt.trainers.speculators import Eagle3Rows
+
+    vocab, hidden = 640, 128
+    sizes = {"hidden_size": hidden, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 2}
+    target, cache = llama(run.device, torch.float32, vocab_size=vocab, **sizes), run.folder / "cache"
+    target.save_pretrained(run.folder / "target")
+    rows = [Sample(number, 64, vocab) for number in range(64)]
+    given = settings_of("native, fp8", run.device, hidden, 64, vocab)
+    make_target_cache(cache, rows, lambda _: copy.deepcopy(target).to(torch.bfloat16), **given)
+
+    def trained(name: str, epochs: int) -> Tensor:
+        data = Eagle3Rows(cache, 256)
+        torch.manual_seed(0)
+        layer = LlamaConfig.from_pretrained(run.folder / "target", num_hidden_layers=1)
+        how: dict[str, Any] = {"verifier_name_or_path": str(run.folder / "target"), "norm_before_residual": True}
+        how |= {"target_layer_ids": data.target_layer_ids, "draft_vocab_size": vocab, "ttt_steps": 3}
+        model = Eagle3DraftModel.from_training_args(layer, *data.vocab_mappings(), **how)
+        saved = {"save_path": str(run.folder / name), "resume_from_checkpoint": True}
+        config = TrainerConfig(lr=1e-3, num_epochs=epochs, scheduler_type="none", **saved)
+        Trainer(model, config, data.loader(num_workers=1)).run_training()
+        return torch.cat([each.detach().float().flatten().cpu() for each in model.parameters() if each.requires_grad])
+
+    whole, _ = trained("whole", 2), trained("parts", 1)
+    run.near("weights after a resume", trained("parts", 2), whole, 1e-2)
+
+
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
@@ -711,6 +748,7 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "head": check_head,
     "native": check_native,
     "torchtitan": check_torchtitan,
+    "speculators": check_speculators,
     "precompute": check_precompute,
     "speed_prefetch": speed_prefetch,
     "speed_head": speed_head,

@@ -68,11 +68,12 @@ WITHOUT_SWITCHES = frozenset({"commands", "exchange", "kinds", "pipelines"})
 """Packages that ask a kind, and never which one it is."""
 OF_HOMES = (
     *("niels_gpt.eagle3", "niels_gpt.recipes.eagle3", "niels_gpt.commands.eagle3", "pipelines.eagle3"),
+    "niels_gpt.trainers.speculators",
     *("niels_gpt.prefix_tree", "niels_gpt.recipes.rollouts", "niels_gpt.commands.prefix_tree"),
     *("niels_gpt.exchange", "niels_gpt.recipes.exchange"),
     *("niels_gpt.commands.exchange", "pipelines.exchange"),
 )
-"""The homes of niels_gpt/kinds/homes.py, which may be deleted, with their recipes, commands and assets."""
+"""The homes of niels_gpt/kinds/homes.py, which may be deleted, with their recipes, commands, assets and trainers."""
 SHARED_OF_HOMES = frozenset({"niels_gpt.recipes.eagle3.request", "niels_gpt.recipes.eagle3.options"})
 """Modules of homes that others may import: what settings and keys say, without the home itself."""
 MOST_FUNCTION_LINES = 60  # 40 is what a new one aims at

@@ -21,10 +21,10 @@ class Tool:
             [sys.executable, script, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    def call(self, name, *args):
+    def call(self, name, *args, **kwargs):
         """Return what a function returns. Raises: RuntimeError with what it raised."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        pickle.dump((name, args), self._process.stdin)
+        pickle.dump((name, args, kwargs), self._process.stdin)
         self._process.stdin.flush()
         is_good, answer = pickle.load(self._process.stdout)
         if not is_good:
@@ -113,11 +113,11 @@ def serve(functions):
     torch.set_num_threads(1)
     while True:
         try:
-            name, args = pickle.load(sys.stdin.buffer)
+            name, args, kwargs = pickle.load(sys.stdin.buffer)
         except EOFError:
             os._exit(0)  # at once: taking torch down in order takes seconds
         try:
-            answer = (True, functions[name](*args))
+            answer = (True, functions[name](*args, **kwargs))
         except Exception as error:
             answer = (False, f"{type(error).__name__}: {error}")
         pickle.dump(answer, answers)

@@ -395,7 +395,7 @@ def export_cache(
         large for an import; CacheError E701 for a damaged sample.
     """
     manifest = read_manifest(cache, follow_links=follow_links)
-    _refuse(cache, manifest, tool)
+    refuse_for(tool, cache, manifest)
     stored = NativeShards.of_cache(cache, follow_links=follow_links)
     _refuse_large(cache, stored)
     kind = WRITERS[tool]
@@ -405,7 +405,7 @@ def export_cache(
     with fresh_folder(out, sources=[cache]) as work:
         writer = kind(work, stored.num_samples)
         for index in range(stored.num_samples):
-            sample = _whole(stored.sample(index), manifest, head, one_dtype=tool != "specforge")
+            sample = whole_sample(stored.sample(index), manifest, head, one_dtype=tool != "specforge")
             _refuse_bad(cache, manifest, index, sample)
             num_bytes += writer.write(index, sample)
             if progress is not None:
@@ -423,8 +423,8 @@ def export_cache(
     )
 
 
-def _refuse(cache: Path, manifest: dict[str, Any], tool: str) -> None:
-    """Raise CacheError for a cache that the tool cannot take."""
+def refuse_for(tool: str, cache: Path, manifest: dict[str, Any]) -> None:
+    """Raise CacheError E710 for a cache that the tool cannot take. tool: a key of WRITERS."""
     if not is_native(manifest):
         found = (
             f"is version {manifest['format_version']}: it has the target's probabilities, not its last hidden states"
@@ -461,10 +461,14 @@ def _refuse_bad(cache: Path, manifest: dict[str, Any], index: int, sample: Forei
         raise CacheError(cache, found, remedy=remedy, code="E701") from error
 
 
-def _whole(
-    sample: NativeSample, manifest: dict[str, Any], head: TargetHead | None, *, one_dtype: bool
+def whole_sample(
+    sample: NativeSample, manifest: dict[str, Any], head: TargetHead | None = None, *, one_dtype: bool
 ) -> ForeignSample:
-    """Return a sample with states for every token. head: its norm is applied to the last hidden states."""
+    """Return a stored sample in memory of its own, with states for every token: zeros where none is stored.
+
+    head: its norm is applied to the last hidden states; float8 becomes the manifest's dtype. one_dtype: all states get
+    the wider dtype of the two.
+    """
     number, length = DTYPES[manifest["dtype"]], len(sample.loss_mask)
     aux, last = sample.aux_hidden_states, sample.last_hidden_states
     if sample.aux_scales is not None:
