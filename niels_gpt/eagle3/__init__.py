@@ -24,6 +24,7 @@ totals.py        counts a cache: the content of its meta.json
 disk.py          estimates the size of a cache and checks that it fits on the disk
 models.py        loads target models, by folder or hub id; writes the small model of the sample
 checkpoint.py    loads what a target has outside its blocks: embeddings, final norm, lm_head
+placement.py     where a target's weights lie, and in which form: device map, quantization, load dtype
 replies.py       generates the target's own replies to chats
 
 Files, and finished caches:

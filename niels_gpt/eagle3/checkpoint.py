@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.eagle3.models import _AGAIN, _quiet, _transformers, tensors_of_ends
-from niels_gpt.eagle3.target import _blocks
+from niels_gpt.eagle3.models import _AGAIN, _blocks, _quiet, _transformers, tensors_of_ends
 from niels_gpt.storage.errors import TargetError
 
 _TOKENS = 8

@@ -25,7 +25,8 @@ from niels_gpt.eagle3.format.layout import MANIFEST_NAME, WEIGHTS_NAME, PathLike
 from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, is_native, read_manifest
 from niels_gpt.eagle3.format.meta import compare_once
 from niels_gpt.eagle3.format.weights import WEIGHTS, read_weights
-from niels_gpt.eagle3.target import CHUNK_VALUES, _blocks, most_probable, pieces
+from niels_gpt.eagle3.models import _blocks
+from niels_gpt.eagle3.target import CHUNK_VALUES, most_probable, pieces
 from niels_gpt.storage.errors import CacheError, TargetError
 
 __all__ = ["TargetHead"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import os
 import re
 import secrets
@@ -17,7 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from multiprocessing.util import Finalize
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 
 from niels_gpt.eagle3.format.layout import WITHOUT_HOLES, refuse_sparse
 from niels_gpt.eagle3.format.torch_files import refuse_odd_archive
+from niels_gpt.eagle3.placement import METHOD, Placement, compute_in, refuse_other_modules
 from niels_gpt.hub.models import CONFIG, hub_file, hub_weights, is_local, refuse_large, shards_of
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import NotFound, TargetError, errors_as
@@ -42,6 +46,14 @@ _WEIGHTS, _INDEX, _ADAPTER = ".safetensors", "model.safetensors.index.json", "ad
 _WHOLE = "model.safetensors"
 _OF_A_BLOCK = re.compile(r"(^|\.)\d+\.")  # model.layers.3.mlp.up_proj.weight
 _AGAIN = "Download it again"
+_BLOCKS = (
+    "model.layers",  # Llama, Qwen, Mistral and most others
+    "model.language_model.layers",  # multimodal models
+    "language_model.layers",
+    "layers",
+    "transformer.h",  # GPT-2
+    "gpt_neox.layers",
+)
 
 
 @dataclass(frozen=True)
@@ -117,41 +129,51 @@ def _of_config(name: str, revision: str | None) -> tuple[TargetFacts, Any, Path]
     return facts, config, path.parent
 
 
+def checkpoint_quantization(name: str, revision: str | None) -> str | None:
+    """Return how a target's checkpoint is quantized itself, such as "gptq"; None if it is not. Loads no weights.
+
+    Raises: see `target_facts`.
+    """
+    _, config, _ = _of_config(name, revision)
+    stated = getattr(config, "quantization_config", None)
+    if stated is None:
+        return None
+    method = stated.get("quant_method") if isinstance(stated, dict) else getattr(stated, "quant_method", None)
+    text = str(getattr(method, "value", method))
+    return text if METHOD.fullmatch(text) else "unknown"
+
+
 def load_target(
-    name: str, *, revision: str | None, dtype: torch.dtype, attention: str, device: str | torch.device
+    name: str,
+    *,
+    revision: str | None,
+    dtype: torch.dtype,
+    attention: str,
+    device: str | torch.device,
+    placement: Placement = Placement(),  # noqa: B008  it is frozen
 ) -> nn.Module:
-    """Load a causal language model in eval mode, without gradients, in `dtype`, on `device`.
+    """Load a causal language model in eval mode, without gradients, that computes in `dtype` on `device`.
+
+    The weights are read from the files onto their device. `name_or_path` of the model is the folder of its files.
 
     name, revision: see `target_facts`. attention: transformers' attn_implementation, such as "sdpa" or "eager".
+    placement: where the weights lie, and in which form; by default all on `device`, in `dtype`.
     Raises: FileNotFoundError for a folder without config or weights; ConnectionError if the hub does not answer;
-        ImportError without the extra; ValueError for a model that cannot be a target, unreadable weights, and weights
-        that are missing or of another shape, which transformers would initialize at random.
+        ImportError without the extra, or without the library of a quantization; ValueError for a model that cannot be
+        a target, a device map of other modules, unreadable weights, and weights that are missing or of another shape,
+        which transformers would initialize at random.
     """
-    transformers = _transformers()
+    _transformers()
     facts, config, folder = _of_config(name, revision)
     if facts.revision is not None:
         folder = hub_weights(name, facts.revision)
-    _refuse_more_weights(folder, config, sum(path.stat().st_size for path in _weight_files(folder)))
-    try:
-        with _quiet():
-            # A folder, as for an id transformers may have an online service convert weights of an old format.
-            model, found = transformers.AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,  # opened here, else its own attn_implementation, code of the hub, precedes ours
-                local_files_only=True,
-                trust_remote_code=False,
-                dtype=dtype,
-                attn_implementation=attention,
-                ignore_mismatched_sizes=True,  # refused below, by name
-                output_loading_info=True,
-            )
-    except ImportError as error:
-        raise ImportError(f"{name}: {error}") from error
-    except Exception as error:  # safetensors', pickle's or the model's own
-        if "attention implementation" in str(error) and attention != "eager":
-            problem = f"transformers has no attention {attention!r} for this model. Run it with --attention eager"
-            raise TargetError(f"{name}: {problem}") from error
-        raise TargetError(f"{name}: its weights could not be loaded: {type(error).__name__}: {error}") from error
+    files = _weight_files(folder)
+    empty = _without_weights(config)
+    if empty is not None:
+        _refuse_more_weights(folder, config, empty, sum(path.stat().st_size for path in files))
+        refuse_other_modules(placement.device_map, empty, name)
+    how = placement.arguments(torch.device(device), dtype)
+    model, found = _from_pretrained(name, folder, config, attention, how)
     wrong = {"missing": found["missing_keys"], "of another shape": {key for key, *_ in found["mismatched_keys"]}}
     for what, keys in wrong.items():
         if keys:
@@ -160,8 +182,55 @@ def load_target(
                 f"{name}: {len(keys)} of its weights are {what} (such as {first}): expected a complete model, with "
                 f"its own {CONFIG}. {_AGAIN}"
             )
-    opened: nn.Module = model.requires_grad_(False).eval().to(device)
+    if placement.load_dtype is not None:
+        compute_in(model, _blocks(model), dtype)
+    opened: nn.Module = model.requires_grad_(False).eval()
     return opened
+
+
+def _from_pretrained(name: str, folder: Path, config: Any, attention: str, how: dict[str, Any]) -> tuple[Any, Any]:
+    """Return a model, and transformers' report on its keys. how: from `Placement.arguments`.
+
+    Weights on "disk" are read from their safetensors as a module runs. What transformers must rewrite for that, such
+    as the experts of a mixture, it puts into a temporary folder, which lives as long as the model.
+    """
+    import transformers
+
+    from_files: Any = transformers.AutoModelForCausalLM.from_pretrained
+    offload = TemporaryDirectory(prefix="niels-gpt-offload-")
+    try:
+        with _quiet():
+            # A folder, as for an id transformers may have an online service convert weights of an old format.
+            model, found = from_files(
+                folder,
+                config=config,  # opened here, else its own attn_implementation, code of the hub, precedes ours
+                local_files_only=True,
+                trust_remote_code=False,
+                attn_implementation=attention,
+                ignore_mismatched_sizes=True,  # refused by name
+                output_loading_info=True,
+                offload_folder=offload.name,
+                **how,
+            )
+        if os.listdir(offload.name):
+            Finalize(model, offload.cleanup, exitpriority=0)  # also at the end of a worker process
+        else:
+            offload.cleanup()
+        return model, found
+    except BaseException as error:
+        offload.cleanup()
+        if isinstance(error, ImportError):
+            raise ImportError(f"{name}: {error}") from error
+        if not isinstance(error, Exception):
+            raise
+        if "attention implementation" in str(error) and attention != "eager":
+            problem = f"transformers has no attention {attention!r} for this model. Run it with --attention eager"
+            raise TargetError(f"{name}: {problem}") from error
+        advice = ""
+        if "quantization_config" in how and "" not in how["device_map"]:
+            advice = ". Weights that are quantized here cannot lie on the disk: give them more memory (--max-memory)"
+        problem = f"its weights could not be loaded: {type(error).__name__}: {error}{advice}"
+        raise TargetError(f"{name}: {problem}") from error  # safetensors', pickle's or the model's own
 
 
 def sha256_of_ends(name: str, *, revision: str | None = None) -> dict[str, str]:
@@ -305,23 +374,44 @@ def _weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-def _refuse_more_weights(folder: Path, config: Any, num_bytes: int) -> None:
-    """Raise TargetError if the config states more weights than the files can hold, as transformers would allocate them.
-
-    A byte holds one weight at most, or eight quantized ones.
-    """
+def _without_weights(config: Any) -> nn.Module | None:
+    """Return the model of a config on meta, where it takes no memory; None if from_pretrained must say why not."""
     import transformers
 
     of_config: Any = transformers.AutoModelForCausalLM.from_config
     try:
         with _quiet(), torch.device("meta"):
-            model = of_config(config, trust_remote_code=False)
-    except Exception:  # from_pretrained says why
-        return
-    num_weights = sum(each.numel() for each in chain(model.parameters(), model.buffers()))
+            empty: nn.Module = of_config(config, trust_remote_code=False)
+    except Exception:
+        return None
+    return empty
+
+
+def _refuse_more_weights(folder: Path, config: Any, empty: nn.Module, num_bytes: int) -> None:
+    """Raise TargetError if the config states more weights than the files can hold, as transformers would allocate them.
+
+    A byte holds one weight at most, or eight quantized ones. empty: the config's model.
+    """
+    num_weights = sum(each.numel() for each in chain(empty.parameters(), empty.buffers()))
     if num_weights > num_bytes * (8 if getattr(config, "quantization_config", None) else 1):
         found = f"{CONFIG} states {num_weights:,} weights, but the weight files have {num_bytes:,} bytes"
         raise TargetError(f"{folder}: {found}, expected whole files, and the {CONFIG} of this model. {_AGAIN}")
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the model's decoder blocks in order."""
+    for path in _BLOCKS:
+        try:
+            blocks = operator.attrgetter(path)(model)
+        except AttributeError:
+            continue
+        if isinstance(blocks, nn.ModuleDict):
+            return [blocks[str(index)] for index in range(len(blocks))]
+        return list(blocks)
+    raise TargetError(
+        f"{type(model).__name__}: unsupported model structure, its decoder blocks were not found. Expected one of "
+        f"{', '.join(_BLOCKS)}, as in Llama, Qwen, Mistral or GPT-2"
+    )
 
 
 def _sha256_of_all(paths: list[Path]) -> str:

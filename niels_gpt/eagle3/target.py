@@ -15,7 +15,6 @@ models.py loads target models and writes the small one of the sample.
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.eagle3.models import TargetFacts, load_target, target_facts, write_small_target
+from niels_gpt.eagle3.models import TargetFacts, _blocks, load_target, target_facts, write_small_target
 from niels_gpt.storage.errors import TargetError, TargetRunError
 
 __all__ = [
@@ -45,14 +44,6 @@ CHUNK_VALUES = 1 << 24
 CACHED_VALUES = 1 << 20
 """Logits that a CPU reduces at a time: 4 MiB of float32. Larger copies leave its caches and take fresh memory from the
 system, whose first touch takes longer than the arithmetic."""
-_BLOCKS = (
-    "model.layers",  # Llama, Qwen, Mistral and most others
-    "model.language_model.layers",  # multimodal models
-    "language_model.layers",
-    "layers",
-    "transformer.h",  # GPT-2
-    "gpt_neox.layers",
-)
 
 
 @dataclass
@@ -174,7 +165,7 @@ def capture(
 
     model: in eval mode. input_ids, attention_mask: int64 [B, W], unshifted and padded on the right. layers: K ids.
     Returns (aux [B, W, K, H], pre_norm [B, W, H], post_norm [B, W, H]): the outputs of the blocks `layers`, the output
-    of the last block, and the input of lm_head; in the model's dtype, on its device, without gradients.
+    of the last block, and the input of lm_head; in the model's dtype, on the device of the ids, without gradients.
 
     Raises: ValueError for other padding, or if blocks or lm_head are not found; RuntimeError if one of them did not
         run.
@@ -200,7 +191,8 @@ def capture(
             raise TargetRunError(
                 f"the model ran, and its lm_head took {shapes}: expected one hidden state for each slot"
             )
-        return torch.stack([captured[layer] for layer in layers], dim=2), captured[len(blocks) - 1], taken[0]
+        aux = torch.stack([captured[layer] for layer in layers], dim=2)
+        return aux, captured[len(blocks) - 1], taken[0].to(input_ids.device)
 
 
 def pieces(slots: Tensor, logits: Tensor) -> Iterator[slice | Tensor]:
@@ -240,7 +232,8 @@ def _run_hooked(
 
     def add_hook(layer: int) -> Any:
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            captured[layer] = output[0] if isinstance(output, tuple) else output
+            states = output[0] if isinstance(output, tuple) else output
+            captured[layer] = states.to(input_ids.device)  # the blocks may lie on several
 
         return blocks[layer].register_forward_hook(keep)
 
@@ -322,22 +315,6 @@ def _num_layers(model: nn.Module) -> int:
     text = getattr(config, "text_config", None)  # of a multimodal model
     of_text = getattr(text, "num_hidden_layers", None)
     return int(config.num_hidden_layers if of_text is None else of_text)
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the model's decoder blocks in order."""
-    for path in _BLOCKS:
-        try:
-            blocks = operator.attrgetter(path)(model)
-        except AttributeError:
-            continue
-        if isinstance(blocks, nn.ModuleDict):
-            return [blocks[str(index)] for index in range(len(blocks))]
-        return list(blocks)
-    raise TargetError(
-        f"{type(model).__name__}: unsupported model structure, its decoder blocks were not found. Expected one of "
-        f"{', '.join(_BLOCKS)}, as in Llama, Qwen, Mistral or GPT-2"
-    )
 
 
 def _refuse_other_padding(attention_mask: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from niels_gpt.commands.partitions import seal_folder
 from niels_gpt.display.pictures import check_png
 from niels_gpt.display.tables import folded, table
 from niels_gpt.eagle3.inspect.checks import RECOMPUTED
+from niels_gpt.recipes.eagle3.options import TargetOptions
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import CacheError, UsageError
 from niels_gpt.storage.meta_json import printable
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 TOOLS = ("specforge", "speculators")
 command = partial(any_command, errors=(*ERRORS, RuntimeError), level=logging.WARNING)
 _PATH = click.Path(path_type=Path)
+_HELP = {each.name: each.metadata["help"] for each in fields(TargetOptions)}
 
 
 def of_cache(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -67,6 +69,8 @@ niels-gpt eagle3 verify CACHE --target MODEL -k 8    and run 8 samples through t
 @option("-k", "--samples", type=int, default=8, metavar="N", help="number of samples to run, drawn by --seed")
 @option("--seed", type=int, default=0, metavar="N", help="seed of the draw")
 @option("--device", type=click.Choice(["cpu", "cuda"]), help="where the target runs; as for the cache if not given")
+@option("--device-map", metavar="MAP", help=_HELP["device_map"])
+@option("--max-memory", metavar="LIMITS", help=_HELP["max_memory"])
 def verify(cache: Path, follow_links: bool, target: str | None, **how: Any) -> Result:
     """Check a cache."""
     from niels_gpt.eagle3.inspect.verify import verify
@@ -86,13 +90,11 @@ def verify(cache: Path, follow_links: bool, target: str | None, **how: Any) -> R
     return Result({name: vars(verdict) for name, verdict in verdicts.items()}, code)
 
 
-def _recomputed(
-    path: Path, name: str, *, revision: str | None, samples: int, seed: int, device: str | None, follow_links: bool
-) -> Verdict:
+def _recomputed(path: Path, name: str, *, samples: int, seed: int, follow_links: bool, **where: str | None) -> Verdict:
     from niels_gpt.eagle3.inspect.recompute import recomputed
     from niels_gpt.recipes.eagle3.prepare import target_of
 
-    target = target_of(path, name, revision=revision, device=device, follow_links=follow_links)
+    target = target_of(path, name, follow_links=follow_links, **where)
     with progress_bar("target", "batches") as progress:
         return recomputed(path, target, k=samples, seed=seed, progress=progress, follow_links=follow_links)
 

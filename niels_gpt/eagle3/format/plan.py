@@ -26,6 +26,7 @@ from niels_gpt.eagle3.format.layout import SIDECAR, Layout, PathLike, read_file,
 from niels_gpt.eagle3.format.manifest import is_good, is_native, layout_of, read_manifest
 from niels_gpt.eagle3.format.native import NativeLayout, row_counts
 from niels_gpt.eagle3.format.samples import IDS_NAME, Samples
+from niels_gpt.eagle3.placement import LOAD_DTYPES, METHOD, SCHEMES, STORED
 from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.storage.meta_json import checked_count, parse_object, shortened
@@ -54,7 +55,10 @@ Batch = tuple[int, list[int]]
 
 @dataclass(frozen=True)
 class Run:
-    """How the target is run: everything that may change a bit of its outputs."""
+    """How the target is run: everything that may change a bit of its outputs.
+
+    The plan's `run` has `placement.FORM` beside these fields, each key only where it is not the default.
+    """
 
     device: str
     """cpu or cuda."""
@@ -429,7 +433,14 @@ _VALID: dict[str, Callable[[Any], bool]] = {
     "run.device": partial(is_good, "a text", ("cpu", "cuda")),
     "run.compute_dtype": partial(is_good, "a text", ("bf16", "fp32")),
     "run.threads": partial(is_good, "an integer", (1, _MAX_THREADS)),
-    **dict.fromkeys((f"run.{key}" for key in ("processor", "attention", "torch", "transformers")), _text),
+    **dict.fromkeys((f"run.{key}" for key in ("processor", "attention", "torch", "transformers", "quantizer")), _text),
+    "run.quantization": lambda value: (
+        _text(value)
+        and (
+            value in SCHEMES or (value.startswith(STORED) and METHOD.fullmatch(value.removeprefix(STORED)) is not None)
+        )
+    ),
+    "run.load_dtype": partial(is_good, "a text", LOAD_DTYPES),
 }
 """Dotted name of a plan.json field -> whether a value is valid."""
 

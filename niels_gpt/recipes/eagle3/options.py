@@ -14,6 +14,7 @@ from dataclasses import MISSING, InitVar, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from niels_gpt.eagle3.placement import LOAD_DTYPES, MAPS, SCHEMES, parse_max_memory
 from niels_gpt.hub.models import is_local
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import CodedWarning
@@ -40,20 +41,21 @@ def _option(
     least: int | None = None,
     forms: tuple[str, ...] = (),
     decides: bool = False,
+    is_newer: bool = False,
     **flag: Any,
 ) -> Any:
     """Return a dataclass field.
 
     text: help of the flag; "": help, default and limit of the setting. setting: field of Settings that supplies the
         value in a build. forms: forms of the cache that the option applies to; () for all. decides: the value is in the
-        fingerprint of eagle3/targets as it is. flag: more keywords of the flag; `choices` also limits the option's
-        value.
+        fingerprint of eagle3/targets as it is. is_newer: an unset one is left out of it, as older caches were made
+        without the option. flag: more keywords of the flag; `choices` also limits the option's value.
     """
     if not text:
         known = _SETTINGS[setting]
         text, default, least = known.metadata["help"], known.default, known.metadata["least"]
-    about = {"group": group, "help": text, "least": least, "setting": setting, "forms": forms, "decides": decides}
-    return field(default=default, metadata={**about, "flag": flag})
+    about = {"group": group, "help": text, "least": least, "setting": setting, "forms": forms}
+    return field(default=default, metadata={**about, "decides": decides, "is_newer": is_newer, "flag": flag})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,14 @@ class TargetOptions:
         "dtype of the target's weights and arithmetic (default: bf16 on cuda, fp32 on cpu, or as resumed)",
         choices=("bf16", "fp32"),
     )
+    device_map: str | None = _option(_HOW, setting="eagle3_device_map", metavar="MAP")
+    max_memory: str | None = _option(_HOW, setting="eagle3_max_memory", metavar="LIMITS")
+    quantization: str | None = _option(
+        _HOW, setting="eagle3_quantization", decides=True, is_newer=True, choices=tuple(SCHEMES)
+    )
+    load_dtype: str | None = _option(
+        _HOW, setting="eagle3_load_dtype", decides=True, is_newer=True, choices=LOAD_DTYPES
+    )
     attention: str = _option(
         _HOW,
         "attention of the target; eager is slower, for a target that cannot run sdpa",
@@ -133,6 +143,12 @@ class TargetOptions:
                 f"--revision {self.revision}: {self.target_model} is a folder, which has no revisions. Leave it out, "
                 "or name a model of the hub by its id"
             )
+        if self.max_memory is not None:
+            parse_max_memory(self.max_memory)
+            if self.device_map not in MAPS:
+                raise ValueError(
+                    f"--max-memory {self.max_memory}: it limits a device map that is computed. Pass --device-map auto"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +310,8 @@ class Options(TargetOptions):
     @property
     def in_fingerprint(self) -> dict[str, Any]:
         """Options whose values decide bytes of eagle3/targets."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["decides"]}
+        found = {each: getattr(self, each.name) for each in fields(self) if each.metadata["decides"]}
+        return {each.name: value for each, value in found.items() if value is not None or not each.metadata["is_newer"]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import niels_gpt
 from niels_gpt.chat_template import roles_counted
 from niels_gpt.display.numbers import many
+from niels_gpt.eagle3.placement import Placement
 from niels_gpt.recipes.eagle3.options import Options
-from niels_gpt.recipes.eagle3.request import KEY, Resolved, manifest_of, run_facts, target_name
+from niels_gpt.recipes.eagle3.request import KEY, Resolved, manifest_of, placement_of, run_facts, target_name
 from niels_gpt.recipes.records import cache_root
 from niels_gpt.settings import Settings
 from niels_gpt.signals import is_of_kept
@@ -168,6 +169,7 @@ def carry_out(
         revision=prepared.resolved.target.revision,
         compute_dtype=run["compute_dtype"],
         attention=options.attention,
+        placement=prepared.resolved.placement,
     )
     run_of_target = TargetRun(
         Path(folder),
@@ -205,7 +207,15 @@ def warn_of_missing_start(prepared: Prepared, cache: Path, flag: str = "--docume
         logger.warning("%s: %s", cache, text, extra={"code": "W414"})
 
 
-def open_target(device: torch.device, *, name: str, revision: str | None, compute_dtype: str, attention: str) -> Any:
+def open_target(
+    device: torch.device,
+    *,
+    name: str,
+    revision: str | None,
+    compute_dtype: str,
+    attention: str,
+    placement: Placement = Placement(),  # noqa: B008  it is frozen
+) -> Any:
     """Load a target on a device; `TargetRun` calls this in each of its processes.
 
     Raises: FileNotFoundError, ConnectionError, ImportError or ValueError for a model that cannot be a target.
@@ -213,18 +223,27 @@ def open_target(device: torch.device, *, name: str, revision: str | None, comput
     from niels_gpt.eagle3.format.layout import DTYPES
     from niels_gpt.eagle3.target import load_target
 
-    return load_target(name, revision=revision, dtype=DTYPES[compute_dtype], attention=attention, device=device)
+    how: dict[str, Any] = {"dtype": DTYPES[compute_dtype], "attention": attention, "placement": placement}
+    return load_target(name, revision=revision, device=device, **how)
 
 
 # --- the target again -------------------------------------------------------------------------------------------------
 
 
 def target_of(
-    cache: Path, name: str, *, revision: str | None = None, device: str | None = None, follow_links: bool = False
+    cache: Path,
+    name: str,
+    *,
+    revision: str | None = None,
+    device: str | None = None,
+    device_map: str | None = None,
+    max_memory: str | None = None,
+    follow_links: bool = False,
 ) -> Target:
-    """Return a target to compare a cache with (recompute.recomputed); loads no weights yet.
+    """Return a target to compare a cache with (recompute.recomputed), in the form of the plan; loads no weights yet.
 
-    revision, device: None: as in the cache's plan, but the CPU if this machine lacks the GPU.
+    revision, device: None: as in the cache's plan, but the CPU if this machine lacks the GPU. device_map, max_memory:
+        as the options of the same names.
     Raises: FileNotFoundError, ConnectionError, ImportError or ValueError for a model that cannot be a target;
         CacheError for a damaged plan.
     """
@@ -232,7 +251,7 @@ def target_of(
 
     from niels_gpt.eagle3.format.plan import read_record
     from niels_gpt.eagle3.inspect.recompute import Target
-    from niels_gpt.eagle3.models import target_facts
+    from niels_gpt.eagle3.models import checkpoint_quantization, target_facts
 
     record = read_record(cache, follow_links=follow_links)
     planned, made_from = ({}, {}) if record is None else (record["run"], record["target"])
@@ -241,15 +260,24 @@ def target_of(
         device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
     facts = target_facts(name, revision=revision or made_from.get("revision"))
     attention = planned.get("attention", "sdpa")
-    asked = Options(target_model=name, revision=revision, input_data="", device=device, attention=attention)
-    run = run_facts(asked, planned)
-    run["compute_dtype"] = planned.get("compute_dtype", run["compute_dtype"])
+    asked = Options(
+        target_model=name,
+        revision=revision,
+        input_data="",
+        device=device,
+        compute_dtype=planned.get("compute_dtype"),
+        attention=attention,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
+    run = run_facts(asked, planned, checkpoint_quantization(name, facts.revision))
     load = partial(
         open_target,
         name=name,
         revision=facts.revision,
         compute_dtype=run["compute_dtype"],
         attention=attention,
+        placement=placement_of(asked, run),
     )
     return Target(asdict(facts), load, run)
 
@@ -265,5 +293,11 @@ def check_recomputed(settings: Settings) -> Verdict:
     if not number:
         return Verdict([], "not made: eagle3_check_samples is 0")
     path = cache_root(settings) / KEY
-    target = target_of(path, target_name(settings), device=settings.eagle3_device)
+    target = target_of(
+        path,
+        target_name(settings),
+        device=settings.eagle3_device,
+        device_map=settings.eagle3_device_map,
+        max_memory=settings.eagle3_max_memory,
+    )
     return recomputed(path, target, k=number, seed=settings.seed)

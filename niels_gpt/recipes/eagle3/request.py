@@ -23,6 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 from niels_gpt.data.exclude import Exclusion
 from niels_gpt.data.sources import SOURCES
+from niels_gpt.eagle3.placement import (
+    FORM,
+    SCHEMES,
+    STORED,
+    Placement,
+    parse_max_memory,
+    read_device_map,
+    refuse_other_devices,
+    weight_form,
+)
 from niels_gpt.engine.units import plans_of
 from niels_gpt.hub.models import is_local
 from niels_gpt.recipes.eagle3.options import KEYS, Options, TargetOptions, flag_name
@@ -51,9 +61,17 @@ WORK_NAME = "cache"
 """The folder of an unfinished version of eagle3/targets, beside its plan.json of units."""
 VOCAB_VERSION = 1
 """format_version of meta.json of eagle3/draft_vocab."""
-_OF_DEFAULT = ("eagle3_document_start", "eagle3_format", "eagle3_aux_dtype", "eagle3_aux_layers")
+_OF_DEFAULT = (
+    *("eagle3_document_start", "eagle3_format", "eagle3_aux_dtype", "eagle3_aux_layers"),
+    *("eagle3_quantization", "eagle3_load_dtype"),
+)
 """Settings that fingerprints leave out while they have their defaults: older caches have been made without them."""
-_NOT_IN_FINGERPRINT = ("eagle3_device", "eagle3_check_samples")  # they never decide a byte
+_NOT_IN_FINGERPRINT = (
+    "eagle3_device",
+    "eagle3_device_map",
+    "eagle3_max_memory",
+    "eagle3_check_samples",
+)  # they never decide a byte
 _OF_VOCAB = ("target_model", "input_data", "document_start", "limit", "seq_length", "draft_vocab_size")
 """Options that decide the draft's vocabulary."""
 _SIZES = {"draft_vocab_size": 32_000}  # as the published drafts have
@@ -187,7 +205,8 @@ class Target:
     source: dict[str, Any]
     """The facts of the input."""
     run: dict[str, Any]
-    """How the target is run: the fields of `format.plan.Run`."""
+    """How the target is run: the fields of `format.plan.Run`, and the form of its weights."""
+    placement: Placement
 
     @staticmethod
     def named(
@@ -199,7 +218,7 @@ class Target:
         Raises: FileNotFoundError, ConnectionError, ImportError or ValueError if something is missing or unusable.
         """
         from niels_gpt.chat.tokenizers import open_tokenizer
-        from niels_gpt.eagle3.models import target_facts
+        from niels_gpt.eagle3.models import checkpoint_quantization, target_facts
         from niels_gpt.recipes.eagle3.input import input_facts
 
         before, name = recorded.get("target", {}), getattr(options, "target_name", None) or options.target_model
@@ -210,12 +229,15 @@ class Target:
             "chat_template": options.chat_template,
             "start": options.document_start,
         }
+        stored = checkpoint_quantization(options.target_model, target.revision)
+        run = run_facts(options, recorded.get("run", {}), stored)
         return {
             "settings": settings,
             "target": target,
             "tokenizer": open_tokenizer(options.target_model, **how),
             "source": input_facts(settings, options.input_data, recorded=recorded.get("source")),
-            "run": run_facts(options, recorded.get("run", {})),
+            "run": run,
+            "placement": placement_of(options, run),
         }
 
 
@@ -400,6 +422,8 @@ def resolve(
         if not options.may_continue:
             refuse_existing(options.output_dir)
     recorded = recorded_plan(options.output_dir if plan_from is None and options.may_continue else plan_from)
+    if plan_from is not None:  # of a setting left out, the fingerprint says that the form is the default one
+        recorded = {**recorded, "run": {**recorded.get("run", {}), **dict.fromkeys(FORM)}}
     found = Target.named(options, settings, recorded, hash_weights=hash_weights)
     target, facts = found["target"], found["source"]
     if target.max_positions is not None and options.seq_length > target.max_positions:
@@ -456,17 +480,57 @@ def _refuse_other_draft(resolved: Resolved) -> None:
         refuse_other_draft(options.output_dir, resolved.draft_vocab, size, is_stated=is_stated)
 
 
-def run_facts(options: TargetOptions, recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return how the target is run, the fields of `format.plan.Run`. `recorded` supplies unset options.
+def run_facts(options: TargetOptions, recorded: dict[str, Any], stored: str | None = None) -> dict[str, Any]:
+    """Return how the target is run: the fields of `format.plan.Run`, and the form of its weights unless the default.
 
-    Raises: ValueError if cuda is asked for but not usable.
+    recorded: supplies unset options. stored: see `weight_form`.
+    Raises: ValueError if cuda is asked for but not usable, or for another form than the checkpoint can have.
     """
     from niels_gpt.eagle3.format.plan import Run
 
     device, threads = options.device or recorded.get("device"), options.threads or recorded.get("threads")
     run = Run.here(device, attention=options.attention, threads=threads or usable_cores())
     dtype = recorded.get("compute_dtype") if run.device == recorded.get("device") else None
-    return {**asdict(run), "compute_dtype": options.compute_dtype or dtype or run.compute_dtype}
+    dtype = options.compute_dtype or dtype or run.compute_dtype
+    quantization, load_dtype = options.quantization, options.load_dtype
+    if quantization is None and load_dtype is None:
+        quantization = next((name for name in SCHEMES if name == recorded.get("quantization")), None)
+        load_dtype = recorded.get("load_dtype")
+    if recorded and "quantization" not in recorded and quantization is None and load_dtype is None:
+        stored = None  # a plan of an earlier version, which does not state it
+    form = weight_form(quantization, load_dtype, compute_dtype=dtype, stored=stored)
+    return {**asdict(run), "compute_dtype": dtype, **form}
+
+
+def placement_of(options: TargetOptions, run: Mapping[str, Any]) -> Placement:
+    """Return where the weights lie, and in which form. run: from `run_facts`.
+
+    Raises: FileNotFoundError and ValueError for a device map or limits that cannot be used here.
+    """
+    import torch
+
+    where = None if options.device_map is None else read_device_map(options.device_map)
+    limits = None if options.max_memory is None else parse_max_memory(options.max_memory)
+    scheme = run.get("quantization", STORED)
+    placement = Placement(where, limits, None if scheme.startswith(STORED) else scheme, run.get("load_dtype"))
+    gpus = torch.cuda.device_count()
+    if isinstance(where, dict):
+        refuse_other_devices(where.values(), run["device"], gpus, f"--device-map {options.device_map}")
+        if placement.quantization and "disk" in where.values():
+            raise ValueError(
+                f"--device-map {options.device_map}: weights that are quantized here cannot lie on the disk. Leave out "
+                "disk or --quantization"
+            )
+    if limits is not None:
+        refuse_other_devices(limits, run["device"], gpus, f"--max-memory {options.max_memory}")
+    workers = getattr(options, "workers", 1)
+    if where is not None and workers > 1 and run["device"] == "cuda":
+        raise ValueError(
+            f"--workers {workers} with --device-map {options.device_map}: each process would spread a copy over the "
+            "same GPUs. Pass --workers 1; for several copies run partitions (--partitions, --partition), each "
+            "with its own CUDA_VISIBLE_DEVICES"
+        )
+    return placement
 
 
 def _known_vocab(options: Options, vocab_size: int) -> list[int] | None:

@@ -195,6 +195,7 @@ def _load(responder: Responder) -> Speaker:
         revision=responder.target.revision,
         compute_dtype=run["compute_dtype"],
         attention=options.attention,
+        placement=responder.placement,
     )
     tokenizer = responder.tokenizer
     return Speaker(model, responder.stop_ids, tokenizer.pad_id, tokenizer.vocab_size, responder.target.max_positions)
