@@ -46,6 +46,9 @@ _WEIGHTS, _INDEX, _ADAPTER = ".safetensors", "model.safetensors.index.json", "ad
 _WHOLE = "model.safetensors"
 _OF_A_BLOCK = re.compile(r"(^|\.)\d+\.")  # model.layers.3.mlp.up_proj.weight
 _AGAIN = "Download it again"
+_NOT_ON_DISK = (
+    "Weights that are quantized as they are loaded cannot lie on the disk: raise --max-memory, or leave it out"
+)
 _BLOCKS = (
     "model.layers",  # Llama, Qwen, Mistral and most others
     "model.language_model.layers",  # multimodal models
@@ -182,6 +185,8 @@ def load_target(
                 f"{name}: {len(keys)} of its weights are {what} (such as {first}): expected a complete model, with "
                 f"its own {CONFIG}. {_AGAIN}"
             )
+    if placement.quantization and "disk" in (getattr(model, "hf_device_map", None) or {}).values():
+        raise TargetError(f"{name}: it does not fit into memory. {_NOT_ON_DISK}")
     if placement.load_dtype is not None:
         compute_in(model, _blocks(model), dtype)
     opened: nn.Module = model.requires_grad_(False).eval()
@@ -226,9 +231,7 @@ def _from_pretrained(name: str, folder: Path, config: Any, attention: str, how: 
         if "attention implementation" in str(error) and attention != "eager":
             problem = f"transformers has no attention {attention!r} for this model. Run it with --attention eager"
             raise TargetError(f"{name}: {problem}") from error
-        advice = ""
-        if "quantization_config" in how and "" not in how["device_map"]:
-            advice = ". Weights that are quantized here cannot lie on the disk: give them more memory (--max-memory)"
+        advice = f". {_NOT_ON_DISK}" if "quantization_config" in how and "" not in how["device_map"] else ""
         problem = f"its weights could not be loaded: {type(error).__name__}: {error}{advice}"
         raise TargetError(f"{name}: {problem}") from error  # safetensors', pickle's or the model's own
 

@@ -228,8 +228,9 @@ def refuse_other_modules(device_map: DeviceMap | None, model: nn.Module, name: s
     """Raise TargetError for a map that names no module of a model, or leaves out a weight. name: of the target."""
     if not isinstance(device_map, dict) or "" in device_map:
         return
-    tensors = [each for each, _ in chain(model.named_parameters(), model.named_buffers())]
-    known = {*(each for each, _ in model.named_modules()), *tensors}
+    weights = model.named_parameters(remove_duplicate=False)  # a tied lm_head is placed too
+    tensors = [each for each, _ in chain(weights, model.named_buffers())]
+    known = {each for each, _ in model.named_modules()}
     if unknown := [each for each in device_map if each not in known]:
         raise TargetError(
             f"{name}: --device-map names {unknown[0]!r}, which is no module of {type(model).__name__}. Its modules are "

@@ -37,7 +37,7 @@ from niels_gpt.eagle3.forward import (
     broken_weight,
     not_finite,
 )
-from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.eagle3.head import TargetHead, embeddings_of
 from niels_gpt.eagle3.target import HFEagle3TargetModel, capture
 from niels_gpt.eagle3.totals import ENOUGH, Counts
 from niels_gpt.storage.errors import CacheError, TargetError, WorkerDied
@@ -298,7 +298,7 @@ def _make(
         if isinstance(forward, NativeForward):
             write_weights(job.cache_dir, forward.head.weights())
         else:
-            write_embeddings(job.cache_dir, model.get_input_embeddings().weight)
+            write_embeddings(job.cache_dir, embeddings_of(model))
     make_shards(job, forward, shards, written, check)
 
 

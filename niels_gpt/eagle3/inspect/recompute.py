@@ -27,7 +27,7 @@ from niels_gpt.eagle3.cache import reconstruct_target_probs
 from niels_gpt.eagle3.format.layout import INT_FIELDS
 from niels_gpt.eagle3.format.plan import CONVERTED_FROM, Batch, TargetPlan, differing_fields, open_plan
 from niels_gpt.eagle3.forward import DenseForward, NativeForward, NonFiniteError, broken_weight, cache_fields
-from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.eagle3.head import TargetHead, embeddings_of
 from niels_gpt.eagle3.inspect.forms import DenseCache, NativeCache, open_cache
 from niels_gpt.eagle3.inspect.opened import AUX, INDICES, PROBS, VALUES, Field, NotChecked, StoredSample, weight_row
 from niels_gpt.eagle3.inspect.verify import Report
@@ -303,7 +303,7 @@ def _other_weights(
     head: the target's, for a native cache; its manifest must state the same. is_rounded: accept weights of a target
         that was loaded in another dtype.
     """
-    loaded = {"embeddings": model.get_input_embeddings().weight} if head is None else head.weights()
+    loaded = {"embeddings": embeddings_of(model)} if head is None else head.weights()
     try:
         stored = cache.weights()
     except CacheError as error:

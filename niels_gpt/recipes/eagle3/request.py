@@ -518,8 +518,8 @@ def placement_of(options: TargetOptions, run: Mapping[str, Any]) -> Placement:
         refuse_other_devices(where.values(), run["device"], gpus, f"--device-map {options.device_map}")
         if placement.quantization and "disk" in where.values():
             raise ValueError(
-                f"--device-map {options.device_map}: weights that are quantized here cannot lie on the disk. Leave out "
-                "disk or --quantization"
+                f"--device-map {options.device_map}: weights that are quantized as they are loaded cannot lie on the "
+                "disk. Leave out disk, or --quantization"
             )
     if limits is not None:
         refuse_other_devices(limits, run["device"], gpus, f"--max-memory {options.max_memory}")
