@@ -208,25 +208,20 @@ class Settings:
     )
     eagle3_device_map: str | None = _setting(
         None,
-        "how a target that does not fit is spread over GPUs, CPU memory and the disk: auto, balanced, balanced_low_0, "
-        "sequential, or a JSON file of module -> GPU number, cpu or disk. Never changes the bytes (default: all of it "
-        "on the device)",
+        "spread the target over GPUs, CPU memory and disk: auto, balanced, balanced_low_0, sequential, or a JSON file "
+        "of module -> GPU number, cpu or disk (default: all on the device)",
     )
     eagle3_max_memory: str | None = _setting(
         None,
-        "most bytes of weights by device, for a device map that is computed: 0=70GiB,1=70GiB,cpu=200GiB (default: what "
-        "is free)",
+        "most bytes of weights by device, for a map that is not a file: 0=70GiB,cpu=200GiB (default: what is free)",
     )
     eagle3_quantization: str | None = _setting(
         None,
-        "quantize the target's weights as they are loaded. Other weights give other bytes (default: as the checkpoint "
-        "has them)",
+        "quantize the weights as they are loaded: torchao:int8wo, torchao:int4wo, torchao:float8wo, bitsandbytes:8bit "
+        "or bitsandbytes:4bit (default: no)",
     )
     eagle3_load_dtype: str | None = _setting(
-        None,
-        "dtype in which the weights stay in memory, if narrower than the compute dtype; each block is cast as it runs. "
-        "bf16 halves the memory of a bf16 checkpoint in fp32 arithmetic, with the same bytes (default: the compute "
-        "dtype)",
+        None, "dtype of the weights in memory; a block is cast as it runs: bf16, fp16 or fp32 (default: as it computes)"
     )
     eagle3_check_samples: int = _setting(
         2, "samples of eagle3/targets to run through the target again, as a check; 0: none", least=0

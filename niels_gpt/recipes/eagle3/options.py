@@ -106,13 +106,13 @@ class TargetOptions:
     )
     compute_dtype: str | None = _option(
         _HOW,
-        "dtype of the target's weights and arithmetic (default: bf16 on cuda, fp32 on cpu, or as resumed)",
+        "dtype of the target's arithmetic (default: bf16 on cuda, fp32 on cpu, or as resumed)",
         choices=("bf16", "fp32"),
     )
     device_map: str | None = _option(_HOW, setting="eagle3_device_map", metavar="MAP")
     max_memory: str | None = _option(_HOW, setting="eagle3_max_memory", metavar="LIMITS")
     quantization: str | None = _option(
-        _HOW, setting="eagle3_quantization", decides=True, is_newer=True, choices=tuple(SCHEMES)
+        _HOW, setting="eagle3_quantization", decides=True, is_newer=True, choices=tuple(SCHEMES), metavar="SCHEME"
     )
     load_dtype: str | None = _option(
         _HOW, setting="eagle3_load_dtype", decides=True, is_newer=True, choices=LOAD_DTYPES
