@@ -250,7 +250,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def bench_bytes(arguments: argparse.Namespace, folder: Path) -> None:
-    """Print the bytes a token of both forms for real chats: on the disk, and as arithmetic."""
+    """Print the size of both forms by token, for real chats: with padding, without, and as du counts it."""
     masks = real_masks(4 if arguments.quick else 100)
     if masks is None:
         return
@@ -258,13 +258,13 @@ def bench_bytes(arguments: argparse.Namespace, folder: Path) -> None:
     counts = row_counts(np.cumsum([0, *map(len, masks)]), np.concatenate(masks))
     loss = sum(int(mask.sum()) for mask in masks) / tokens
     print(
-        f"bytes a token: {len(masks)} chats, {tokens:,} tokens, {loss:.3f} of them with loss; H={HIDDEN:,}, D={DRAFT:,}"
+        f"by token: {len(masks)} chats, {tokens:,} tokens, {loss:.3f} of them with loss; H={HIDDEN:,}, D={DRAFT:,}"
     )
     write_version_1(folder / "1", masks, states)
-    ragged, padded = VERSION_1.token_bytes * tokens, VERSION_1.row_bytes * len(masks)
+    ragged, padded = VERSION_1.slot_bytes * tokens, VERSION_1.row_bytes * len(masks)
     on_disk = disk_bytes(folder / "1")
     shutil.rmtree(folder / "1")
-    for name, size in {"version 1, padded": padded, "version 1, ragged": ragged, "version 1, du": on_disk}.items():
+    for name, size in {"version 1, padded": padded, "version 1, a slot": ragged, "version 1, du": on_disk}.items():
         print(f"  {name:<30} {size / tokens:12,.1f}")
     for aux_dtype, least_ragged, least_padded in (("bf16", 0.36, 0.10), ("fp8", 0.21, 0.06)):
         write_native(folder / aux_dtype, masks, states, aux_dtype)

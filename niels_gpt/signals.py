@@ -40,7 +40,7 @@ REPEATED_REPLY, REPEATED_GROUP = "repeated_replies", "repeated_groups"
 NO_COMMON_END, WITHOUT_PROMPT = "samples_without_common_end", "samples_without_prompt_length"
 
 _FEW = 2  # this many items with a sign are no reason to warn, unless `share` is 0
-_FEW_BYTES = 1.2  # bytes a token: English has about 4, a script without pieces in the tokenizer has 1
+_FEW_BYTES = 1.2  # of UTF-8 by token: English has about 4, a script without pieces in the tokenizer has 1
 _FEW_IDS = 1_000  # a vocabulary of fewer ids has about one id for each byte of any text
 _SHOWN, _MOST_PLACE = 60, 200  # characters of an example, and of its place
 _INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff"
@@ -186,7 +186,7 @@ def _is_like_a_missing_one(meta: Meta, counter: str) -> bool:
 _CONVERT = "Convert the source, and build again"
 _LOOK = "Look at the source, and at the cache with `niels-gpt show`"
 _BYTES = Signal(
-    "bytes_per_token",
+    "utf8_bytes_per_token",
     "hold hardly more than a byte each",
     "The tokenizer may be of another script or language",
     share=0.0,

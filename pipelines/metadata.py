@@ -43,7 +43,8 @@ _RESULTS = frozenset(
         *(f"{unit}_read" for unit in ("documents", "examples", "samples", "groups")),
         *("documents", "documents_with_reserved_literal", "documents_with_u2581"),  # of a tokenizer's texts
         *("bytes_given", "bytes_seen", "share_seen", "unknown_ids"),
-        *("coverage", "disk_bytes", "bytes_per_token", "supervised_share", "kept_mass", "draft_mass"),
+        *("coverage", "disk_bytes", "bytes_per_token", "utf8_bytes_per_token"),
+        *("supervised_share", "kept_mass", "draft_mass"),
         *(
             "num_samples",
             "num_shards",
@@ -250,7 +251,7 @@ def _derived(outcome: Outcome, held: Held) -> Metadata:
     """Return ratios to plot, which meta.json lacks."""
     meta, tokens, found = outcome.meta, held.total("token"), dict[str, float]()
     if tokens and "utf8_bytes" in meta:
-        found["bytes_per_token"] = round(sum(meta["utf8_bytes"].values()) / tokens, 3)
+        found["utf8_bytes_per_token"] = round(sum(meta["utf8_bytes"].values()) / tokens, 3)
     if tokens and held.loss:  # else every token has loss, or there is none
         found["supervised_share"] = round(held.loss / tokens, 4)
     return {name: dg.MetadataValue.float(ratio) for name, ratio in found.items()}

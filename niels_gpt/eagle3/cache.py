@@ -1,8 +1,8 @@
 """The EAGLE-3 target cache: its reader and its writers, under the names of NeMo Automodel's offline cache.
 
 A cache stores the outputs of a frozen target model: three hidden states of each token, and the distribution over the
-draft's vocabulary. In bf16 it takes 6 * H + 2 * D bytes a token (H: hidden size of the target, D: size of the draft
-vocabulary). An 8B target with a draft vocabulary of 32,000 gives 88,601 bytes a token: 181 MB for a sample of 2,048
+draft's vocabulary. In bf16 it takes 6 * H + 2 * D bytes a slot (H: hidden size of the target, D: size of the draft
+vocabulary). An 8B target with a draft vocabulary of 32,000 gives 88,601 bytes a slot: 181 MB for a sample of 2,048
 tokens, terabytes for a large dataset. Train online if the target's forward pass is cheaper than reading that. A cache
 pays when a fixed dataset is trained on many times (ablations, sweeps, many epochs), or when target and draft do not fit
 into memory together. Version 2 with `target_probs_topk` stores k values and indices instead of D probabilities and

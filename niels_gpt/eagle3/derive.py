@@ -247,7 +247,7 @@ class DenseConversion:
         """Raise CacheError for a sample that would take too much memory: it gets a distribution for every slot."""
         layout, longest = self._layout, int(self._view.dataset.counts[:, 0].max(initial=0))
         padded = row_bytes_of(layout.fields["aux_hidden_states"])
-        if (size := max(padded, longest * layout.token_bytes)) > MAX_INFLATED:
+        if (size := max(padded, longest * layout.slot_bytes)) > MAX_INFLATED:
             found = f"a sample of {longest:,} tokens, padded to {layout.seq_length:,}, would have {size:,} bytes"
             words = ["niels-gpt", "eagle3", "redraft", str(self._folder), "OUT", "--draft-vocab-size", "D"]
             remedy = f"Run precompute with a smaller --seq-length, or redraft the cache: {shlex.join(words)}"

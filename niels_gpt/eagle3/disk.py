@@ -63,9 +63,9 @@ class Estimate:
     has_holes: bool
     """Whether padding takes no disk space there."""
     bytes_per_token: float
-    """Bytes of the shards, holes included, divided by the tokens without padding."""
+    """Bytes of the shards, padding and headers included, divided by the tokens without padding: as in meta.json."""
     token_bytes: dict[str, float]
-    """Bytes of each tensor by token: `TargetPlan.token_bytes`."""
+    """Bytes of each tensor, by slot or by token, as in meta.json: `TargetPlan.token_bytes`."""
     format_version: int | str
     """The manifest's format_version."""
 

@@ -26,7 +26,7 @@ ORDER_SETTINGS = tuple(
 """Settings that must be equal in a build from a snapshot for its rows to have the hub's order."""
 READS = (*ORDER_SETTINGS, "revision", *(name for spec in _HUB_SPECS for name in spec.budget_settings))
 """Settings that decide what a snapshot keeps."""
-BYTES_PER_TOKEN = 5.0
+UTF8_BYTES_PER_TOKEN = 5.0
 """More than most vocabularies reach on text (4.2 measured on English web pages with 16,000 pieces), so that a snapshot
 of N tokens suffices for a build of N tokens. A build whose tokenizer needs more fails and says so."""
 READ_AHEAD_BYTES = 1 << 23
@@ -40,7 +40,7 @@ def take_snapshot(
 
     `dest` is then a mirror: a build with source_root=dest and these settings gives the bytes of a build from the hub.
     An interrupted snapshot resumes; a finished one grows if more tokens are requested.
-    tokens: need of a build of a streamed source, BYTES_PER_TOKEN bytes of text each; None: both budgets.
+    tokens: need of a build of a streamed source, UTF8_BYTES_PER_TOKEN bytes of text each; None: both budgets.
     Raises: ValueError for a source that is not on the hub; ConnectionError; CacheError for another snapshot in `dest`.
     """
     if name not in SPLITS:
@@ -58,7 +58,7 @@ def take_snapshot(
     if spec.streaming:
         if tokens is None:
             tokens = sum(getattr(settings, budget) for budget in spec.budget_settings)
-        max_text_bytes = int(tokens * BYTES_PER_TOKEN) + READ_AHEAD_BYTES + spec.snapshot_margin_bytes
+        max_text_bytes = int(tokens * UTF8_BYTES_PER_TOKEN) + READ_AHEAD_BYTES + spec.snapshot_margin_bytes
     folder = dest / mirror_folder(spec, source.dataset, source.config)
     manifest = snapshot.take(
         folder,

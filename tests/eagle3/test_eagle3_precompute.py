@@ -116,7 +116,8 @@ def test_a_dry_run_says_what_it_would_write(tmp_path, run, tiny_tokenizer):
     status, out, _ = run("--dry-run", "--show", "2", "--draft-vocab-size", "64")
     assert status == 0 and list(tmp_path.iterdir()) == [] and out.count("[[") == 2
     texts = ["10 samples, ", "% supervised", "mean length", "3 shards, ", " batches", "format version 1, bf16"]
-    texts += [f"draft vocabulary 64 of {tiny_tokenizer.vocab_size},", ": fits\n", " bytes a token; ", "free "]
+    texts += [f"draft vocabulary 64 of {tiny_tokenizer.vocab_size},", ": fits\n", "free "]
+    texts += [" bytes a token, ", " a slot; "]
     assert [text for text in texts if text not in out] == []
 
 

@@ -158,7 +158,7 @@ def test_a_good_source_has_none(kind, rows, build):
 
 def test_a_tokenizer_of_another_script_shows_in_the_bytes_of_a_token():
     meta = {"kind": "pretrain", "docs": {"train": 3, "val": 1}, "totals": {"train_tokens": 900, "val_tokens": 100}}
-    for num_bytes, vocab_size, said in ((1199, 1001, ["bytes_per_token"]), (1200, 1001, []), (1199, 1000, [])):
+    for num_bytes, vocab_size, said in ((1199, 1001, ["utf8_bytes_per_token"]), (1200, 1001, []), (1199, 1000, [])):
         meta |= {"utf8_bytes": {"train": num_bytes, "val": 0}, "vocab_size": vocab_size}
         assert [found.signal.counter for found in above(meta)] == said
 

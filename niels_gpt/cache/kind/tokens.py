@@ -525,7 +525,7 @@ def _split_line(folder: Path, meta: dict[str, Any], split: str, unit: str) -> st
         f"({of['min']:,.0f} to {of['max']:,.0f}, median {of['median']:,.0f}, 95% below {of['p95']:,.0f})"
     ]
     if "utf8_bytes" in meta:
-        parts.append(f"{meta['utf8_bytes'][split] / tokens:.2f} bytes per token")
+        parts.append(f"{meta['utf8_bytes'][split] / tokens:.2f} UTF-8 bytes per token")
     if "supervised_tokens" in meta:
         parts.append(f"{meta['supervised_tokens'][split] / tokens:.0%} supervised")
     parts.append(f"{tokens / sum(meta['totals'][f'{name}_tokens'] for name in SPLITS):.1%} of all tokens")

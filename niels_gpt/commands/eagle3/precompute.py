@@ -100,6 +100,7 @@ def _run(options: Options, settings: Settings, command: list[str], *, dry_run: b
         return _partition_made(prepared, options, made)
     _print_made(produced, options.output_dir)
     made |= {"totals": produced.meta["totals"], "token_bytes": produced.meta["token_bytes"]}
+    made["bytes_per_token"] = produced.meta["bytes_per_token"]
     return Result(made, next=shlex.join(["niels-gpt", "eagle3", "verify", str(options.output_dir)]))
 
 
@@ -166,18 +167,18 @@ def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
         holes = f" ({'padding is holes there' if sizes.has_holes else 'no holes on that file system'})"
         padding = "padding and "
     say(
-        f"{folder}: {_by_token(sizes.token_bytes)}; {sizes.apparent_bytes:,} bytes of files with {padding}"
+        f"{folder}: {_by_token(sizes.bytes_per_token, sizes.token_bytes)}; "
+        f"{sizes.apparent_bytes:,} bytes of files with {padding}"
         f"{'target weights, at most' if prepared.plan.is_native else 'embeddings'}; to write "
         f"{sizes.to_write_bytes:,}{holes}, free {sizes.free_bytes:,}: {'fits' if sizes.fits else 'does not fit'}"
     )
 
 
-def _by_token(parts: dict[str, float]) -> str:
-    """Return the bytes of a token as text; for a native cache also the bytes of its larger tensors."""
-    total = sum(parts.values())
+def _by_token(total: float, parts: dict[str, float]) -> str:
+    """Return bytes_per_token as text, with the bytes of a slot, or those of a native cache's larger tensors."""
     text = f"{total:,.0f} bytes a token"
     if "target_probs" in parts or "target_probs_values" in parts:
-        return text
+        return f"{text}, {sum(parts.values()):,.0f} a slot"
     named = {name: size for name, size in sorted(parts.items(), key=lambda each: -each[1]) if size >= total / 200}
     rest = total - sum(named.values())
     shown = [f"{name} {size:,.0f}" for name, size in named.items()] + ([f"others {rest:,.1f}"] if rest else [])
@@ -197,7 +198,8 @@ def _print_made(produced: Produced, folder: Path) -> None:
         more = f"probability mass kept: {'all' if meta['kept_mass'] is None else format(meta['kept_mass'], '.4f')}"
     say(f"{totals['samples']:,} samples, {totals['tokens']:,} tokens, {Counts.of_meta(meta)}, {more}")
     weights = "target weights" if "target_rows" in totals else "padding and embeddings"
-    say(f"{_by_token(meta['token_bytes'])}; {meta['disk_bytes']:,} bytes of files with {weights}, {on_disk:,} on disk")
+    by_token = _by_token(meta["bytes_per_token"], meta["token_bytes"])
+    say(f"{by_token}; {meta['disk_bytes']:,} bytes of files with {weights}, {on_disk:,} on disk")
     if meta["manifest"]["format_version"] == 2:
         from niels_gpt.eagle3.format.manifest import recipe_of
 

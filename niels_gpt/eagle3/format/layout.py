@@ -107,7 +107,7 @@ class Layout:
         return sum(row_bytes_of(field) for field in self.fields.values())
 
     @property
-    def token_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         """Bytes of one slot; the embeddings are not counted."""
         return self.row_bytes // self.seq_length
 

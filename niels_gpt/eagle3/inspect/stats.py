@@ -197,15 +197,15 @@ def _of_dense(cache: DenseCache, counts: NDArray[np.int64], seed: int) -> dict[s
     entropy, norms = _entropy_and_norms(cache, counts[:, 2], seed)
     tokens, layout, kept_mass = int(counts[:, 0].sum()), cache.layout, _mass(cache, "kept_mass", "positions")
     padding, disk = 1 - tokens / max(1, len(counts) * layout.seq_length), _on_disk(cache)
-    per_token = {"token_bytes": layout.token_bytes, "bytes_per_token": disk["shard_bytes"] / max(1, tokens)}
-    size = f"{size_text(layout.token_bytes)}, without padding and embeddings"
+    per_token = {"slot_bytes": layout.slot_bytes, "bytes_per_token": disk["shard_bytes"] / max(1, tokens)}
+    size = f"{per_token['bytes_per_token']:,.1f}, padding included; a slot takes {layout.slot_bytes:,}"
     return {
         "draft_mass": _mass(cache, "draft_mass", "supervised"),
         "kept_mass": kept_mass,
         "entropy": entropy,
         "norms": norms,
         "sizes": {"padding_share": padding, **disk, **per_token},
-        "size_rows": [("size of a token", size), *_disk_rows(disk, ", padding included")],
+        "size_rows": [("bytes a token", size), *_disk_rows(disk, ", padding included")],
         "tokens_note": f" ({padding:.1%} of the slots are padding)",
         "kept_row": [("mass kept by top k", _mass_text(kept_mass) if layout.topk else "all of it")],
     }
@@ -265,9 +265,10 @@ def _native_sizes(cache: NativeCache, counts: NDArray[np.int64]) -> tuple[dict[s
     tokens, aux_rows, target_rows = counts.sum(0).tolist()
     disk, weights = _on_disk(cache), os.stat(cache.folder / cache.WEIGHTS).st_size
     dtype = str(cache.manifest["aux_dtype"])
-    per_token = [each / max(1, tokens) for each in (aux_rows, target_rows, disk["shard_bytes"], weights)]
+    per_token = [each / max(1, tokens) for each in (aux_rows, target_rows, disk["shard_bytes"])]
     by_tensor = cache.layout.token_bytes(counts)
     by_group = {group: sum(by_tensor.get(name, 0.0) for name in names) for group, names in _GROUPS.items()}
+    by_group["headers"] = per_token[2] - sum(by_tensor.values())
     sizes = {
         "aux_rows": aux_rows,
         "aux_share": per_token[0],
@@ -277,7 +278,7 @@ def _native_sizes(cache: NativeCache, counts: NDArray[np.int64]) -> tuple[dict[s
         **disk,
         "weights_bytes": weights,
         "bytes_per_token": per_token[2],
-        "bytes_per_token_by_part": {**by_group, "weights": per_token[3]},
+        "bytes_per_token_by_part": by_group,
     }
     shown = ", ".join(f"{name} {size:,.1f}" for name, size in by_group.items() if size)
     return sizes, [
@@ -285,7 +286,7 @@ def _native_sizes(cache: NativeCache, counts: NDArray[np.int64]) -> tuple[dict[s
         ("target rows", f"{count_text(target_rows)} ({per_token[1]:.1%} of the tokens)"),
         ("bytes a token", f"{per_token[2]:,.1f}: {shown}"),
         *_disk_rows(disk, ""),
-        ("size of the weights", f"{size_text(weights)}, once; {per_token[3]:,.1f} B a token"),
+        ("size of the weights", f"{size_text(weights)}, once"),
     ]
 
 

@@ -234,7 +234,7 @@ def test_the_command_makes_one_and_says_what_it_takes(tmp_path, native_run, capl
     status, out, errors = native_run("--shard-bytes", "20000")
     assert (status, errors) == (0, ""), errors
     meta = json.loads((tmp_path / "c" / "meta.json").read_bytes())
-    shown = f"{sum(meta['token_bytes'].values()):,.0f} bytes a token (aux_hidden_states "
+    shown = f"{meta['bytes_per_token']:,.0f} bytes a token (aux_hidden_states "
     assert out.count(shown) == 2 and f"{meta['totals']['target_rows']:,} target rows" in out
     assert meta["totals"]["shards"] > 1 and meta["draft_mass"] is None
     again, size = ("--shard-bytes", "20000", "--resume"), "--draft-vocab-size"
