@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from niels_gpt.engine.units import Looks
 
 _MANIFEST_NAME = "manifest.json"  # as eagle3.format.layout has it, which loads torch
+_WATCH_NAME = "watch.json"  # and this, of an unfinished `eagle3 watch`
 _PARTS_NAME = ".parts"  # as eagle3.partitions has it, which loads torch too
 _DIGEST_BYTES = 16
 _FIRST_IDS = 8  # of the draft's vocabulary: a list of 32,000 belongs into a file
@@ -122,8 +123,8 @@ class Eagle3Kind(Kind):
         )
 
     def recognizes(self, folder: Path) -> bool:
-        """Return whether there is a manifest.json, which every tool of this format writes."""
-        return os.path.lexists(folder / _MANIFEST_NAME)
+        """Return whether there is a manifest.json, which every tool of this format writes, or an unfinished watch."""
+        return any(os.path.lexists(folder / name) for name in (_MANIFEST_NAME, _WATCH_NAME))
 
     def has_unsealed(self, folder: Path) -> bool:
         """Return whether a folder has partitions and its seal has not finished."""

@@ -52,7 +52,7 @@ from niels_gpt.tokenizers.files import CONFIG_NAME, TEMPLATE_NAME
 logger = logging.getLogger(__name__)
 
 _LEFTOVER = re.compile(
-    r"\.(shard-([0-9]{6})\.(safetensors|json)|(manifest|meta|plan|embeddings|weights)\.json"
+    r"\.(shard-([0-9]{6})\.(safetensors|json)|(manifest|meta|plan|embeddings|weights|watch)\.json"
     r"|target_(embeddings|weights)\.safetensors|samples\.safetensors|ids\.txt|batches\.jsonl)\.[0-9a-f]{8}\.tmp"
 )
 _OF_LOCKS = re.compile(rf"{re.escape(MARKER)}|{re.escape(LEASES_DIR)}|{PROBE.pattern}")
@@ -103,7 +103,7 @@ def _finished_shards(cache_dir: PathLike, plan: TargetPlan) -> set[int]:
     shards = existing_shard_indices(cache_dir)
     if not _is_of_plan(cache_dir, plan, shards):
         try:
-            _refuse_foreign(cache_dir)
+            refuse_foreign(cache_dir)
         except CacheError:
             if not os.path.lexists(os.path.join(cache_dir, SIDECAR, PLAN_NAME)):
                 raise
@@ -361,10 +361,10 @@ def refuse_existing(cache_dir: PathLike) -> None:
         raise CacheError(
             cache_dir, f"already has {what}", remedy="Pass --resume to continue it, or name a fresh folder", code="E704"
         )
-    _refuse_foreign(cache_dir)
+    refuse_foreign(cache_dir)
 
 
-def _refuse_foreign(cache_dir: PathLike) -> None:
+def refuse_foreign(cache_dir: PathLike) -> None:
     """Raise CacheError if a folder without a plan holds anything but the leftovers of a killed run."""
     folder, sidecar = Path(cache_dir), Path(cache_dir, SIDECAR)
     if not os.path.lexists(folder):

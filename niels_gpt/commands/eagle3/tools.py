@@ -1,13 +1,14 @@
 """The groups `niels-gpt eagle3` and python -m niels_gpt.eagle3, and the commands for finished caches.
 
-Here: verify, inspect, stats; convert, redraft, seal, join; import and export. They also take caches of other tools in
-    the same format.
+Here: verify, inspect, stats; convert, redraft, seal, join; import, watch and export. They also take caches of other
+    tools in the same format.
 """
 
 from __future__ import annotations
 
 import logging
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from functools import partial
@@ -28,11 +29,13 @@ from niels_gpt.commands.console import (
     progress_bar,
     run,
     say,
+    tell,
 )
 from niels_gpt.commands.console import command as any_command
 from niels_gpt.commands.eagle3.precompute import PRECOMPUTE
 from niels_gpt.commands.eagle3.respond import respond
 from niels_gpt.commands.partitions import seal_folder
+from niels_gpt.display.bar import LINE_EVERY_S
 from niels_gpt.display.pictures import check_png
 from niels_gpt.display.tables import folded, table
 from niels_gpt.eagle3.inspect.checks import RECOMPUTED
@@ -418,6 +421,60 @@ def join(out: Path, part: tuple[Path, ...]) -> Result:
 # --- the files of other tools -----------------------------------------------------------------------------------------
 
 
+_OF_IMPORT = (
+    argument("source", type=_PATH, metavar="DIR", help="folder of the other tool's files"),
+    argument("out", type=_PATH, metavar="OUT", help="folder of the cache: empty or missing"),
+    option("--from", "tool", type=click.Choice(TOOLS), required=True, help="the tool that wrote the files"),
+    option("--target", metavar="MODEL", required=True, help="folder or hub id of the model that the states come from"),
+    option("--revision", metavar="REV", help="commit, tag or branch of the target on the hub"),
+    option(
+        "-k",
+        "--samples",
+        type=click.IntRange(1),
+        default=8,
+        metavar="N",
+        help="number of samples to run through the target, to find out which layers are stored",
+    ),
+    option("--device", type=click.Choice(["cpu", "cuda"]), help="where the target runs; cuda if available"),
+    option("--trust", is_flag=True, help="do not run the target; believe --layers and --last-hidden"),
+    option(
+        "--layers",
+        metavar="IDS",
+        help="with --trust: stored layers from 0: eagle3, dflash:N, or 1,15,28",
+    ),
+    option(
+        "--last-hidden",
+        type=click.Choice(["pre_norm", "post_norm"]),
+        help="with --trust: last hidden states before or after the final norm; as usual for the tool if not given",
+    ),
+    option(
+        "--loss-mask",
+        type=click.Choice(["raw", "shifted"]),
+        help="raw: of each token itself; shifted: of the next one; if not given raw, checked by the replies",
+    ),
+    option(
+        "--draft-vocab-size",
+        type=click.IntRange(1),
+        metavar="D",
+        help="tokens the draft can propose; all if not given",
+    ),
+    option("--aux-dtype", type=click.Choice(["stored", "fp8"]), default="stored", help="dtype of the layers' states"),
+    option(
+        "--shard-bytes", type=click.IntRange(1 << 16), metavar="N", help="most bytes of a shard; 1 GiB if not given"
+    ),
+    option("--drop-bad", is_flag=True, help="leave out bad samples and count them, instead of failing"),
+    option("--follow-links", is_flag=True, help="read files that are symbolic links; refused otherwise"),
+)
+"""Arguments and options of import and watch."""
+
+
+def of_import(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Add `_OF_IMPORT` to a command's function."""
+    for add in reversed(_OF_IMPORT):
+        function = add(function)
+    return function
+
+
 @command(
     "import",
     "Make a native cache from the files of another tool.",
@@ -425,72 +482,94 @@ def join(out: Path, part: tuple[Path, ...]) -> Result:
 niels-gpt eagle3 import DIR OUT --from speculators --target MODEL --aux-dtype fp8
 niels-gpt eagle3 import DIR OUT --from specforge --target MODEL --trust --layers eagle3""",
 )
-@argument("source", type=_PATH, metavar="DIR", help="folder of the other tool's files")
-@argument("out", type=_PATH, metavar="OUT", help="folder of the cache: empty or missing")
-@option("--from", "tool", type=click.Choice(TOOLS), required=True, help="the tool that wrote the files")
-@option("--target", metavar="MODEL", required=True, help="folder or hub id of the model that the states come from")
-@option("--revision", metavar="REV", help="commit, tag or branch of the target on the hub")
-@option(
-    "-k",
-    "--samples",
-    type=click.IntRange(1),
-    default=8,
-    metavar="N",
-    help="number of samples to run through the target, to find out which layers are stored",
-)
+@of_import
 @option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, metavar="N", help="seed of the draw")
-@option("--device", type=click.Choice(["cpu", "cuda"]), help="where the target runs; cuda if available")
-@option("--trust", is_flag=True, help="do not run the target; believe --layers and --last-hidden")
-@option(
-    "--layers",
-    metavar="IDS",
-    help="with --trust: stored layers from 0: eagle3, dflash:N, or 1,15,28",
-)
-@option(
-    "--last-hidden",
-    type=click.Choice(["pre_norm", "post_norm"]),
-    help="with --trust: last hidden states before or after the final norm; as usual for the tool if not given",
-)
-@option(
-    "--loss-mask",
-    type=click.Choice(["raw", "shifted"]),
-    help="raw: of each token itself; shifted: of the next one; if not given raw, checked by the replies",
-)
-@option(
-    "--draft-vocab-size",
-    type=click.IntRange(1),
-    metavar="D",
-    help="tokens the draft can propose; all if not given",
-)
-@option("--aux-dtype", type=click.Choice(["stored", "fp8"]), default="stored", help="dtype of the layers' states")
-@option("--shard-bytes", type=click.IntRange(1 << 16), metavar="N", help="most bytes of a shard; 1 GiB if not given")
-@option("--drop-bad", is_flag=True, help="leave out bad samples and count them, instead of failing")
-@option("--follow-links", is_flag=True, help="read files that are symbolic links; refused otherwise")
 def import_(source: Path, out: Path, tool: str, **how: Any) -> Result:
     """Import a folder."""
     from niels_gpt.eagle3.exchange.move import import_cache
 
+    target, arguments = _arguments(tool, **how)
+    with progress_bar("import", "samples") as progress:
+        done = import_cache(tool, source, out, target, **arguments, seed=how["seed"], progress=progress)
+    say("\n".join(_import_lines(out, done)))
+    return Result({"cache": str(out), **asdict(done)}, ExitCode.GOOD, f"niels-gpt eagle3 verify {out}")
+
+
+@command(
+    "watch",
+    "Make a native cache while another tool still writes the files: wait for them, and continue after a stop.",
+    examples="""niels-gpt eagle3 watch DIR OUT --from speculators --target MODEL --trust --layers 1,15,28
+niels-gpt eagle3 watch DIR OUT --from speculators --target MODEL --trust --layers eagle3 --consume
+niels-gpt eagle3 watch DIR OUT --from specforge --target MODEL --samples-total 50000""",
+)
+@of_import
+@option(
+    "--samples-total",
+    type=click.IntRange(1),
+    metavar="N",
+    help="number of SpecForge's samples; if not given, until a file DIR/done",
+)
+@option("--once", is_flag=True, help="nothing more comes: take what is there, and end")
+@option("--consume", is_flag=True, help="remove each file once its states are in a finished shard")
+@option(
+    "--patience",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    metavar="S",
+    help="seconds after which a file that is not whole, or does not come, is bad",
+)
+def watch(source: Path, out: Path, tool: str, patience: float, **how: Any) -> Result:
+    """Watch a folder."""
+    from niels_gpt.eagle3.exchange.watch import Waiting, watch_cache
+
+    own = {name: how.pop(name) for name in ("samples_total", "once", "consume")}
+    if own["consume"] and how["follow_links"]:
+        raise UsageError("--consume removes no links: leave out --follow-links")
+    if own["samples_total"] and tool != "specforge":
+        raise UsageError("--samples-total is for --from specforge; the rows of speculators give the number")
+    last = time.monotonic()
+
+    def waiting(now: Waiting) -> None:
+        nonlocal last
+        if now.seconds >= LINE_EVERY_S and time.monotonic() - last >= LINE_EVERY_S:
+            last = time.monotonic()
+            taken = f"{now.samples:,} samples are in {now.shards:,} shards of {now.num_bytes:,} bytes"
+            tell(f"watch: waiting {now.seconds:,.0f} s for {now.name}; {taken}")
+
+    target, arguments = _arguments(tool, **how)
+    arguments |= {**own, "patience": patience, "command": _words_of_this_command(), "waiting": waiting}
+    with progress_bar("watch", "samples") as progress:
+        done = watch_cache(tool, source, out, target, **arguments, progress=progress)
+    lines = _import_lines(out, done.imported)
+    if own["consume"]:
+        kept = f"; {done.kept_files:,} had changed since, and stay" if done.kept_files else ""
+        lines.append(f"  removed           {done.removed_files:,} files of {done.removed_bytes:,} bytes{kept}")
+    say("\n".join(lines))
+    made = {"cache": str(out), **asdict(done.imported)}
+    made |= {name: getattr(done, name) for name in ("removed_files", "removed_bytes", "kept_files")}
+    return Result(made, ExitCode.GOOD, shlex.join(["niels-gpt", "eagle3", "verify", str(out)]))
+
+
+def _words_of_this_command() -> list[str]:
+    """Return the arguments and options that were given to the running command, for a command that repeats it."""
+    context, words = click.get_current_context(), list[str]()
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if context.get_parameter_source(parameter.name or "") in (None, ParameterSource.DEFAULT) or value is False:
+            continue
+        text = str(value.absolute() if isinstance(value, Path) else value)
+        words += [parameter.opts[-1]] * isinstance(parameter, click.Option) + [text] * (value is not True)
+    return words
+
+
+def _arguments(tool: str, **how: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the loaded target, and the arguments that import and watch share."""
     if how["trust"] != (how["layers"] is not None) or (how["last_hidden"] and not how["trust"]):
         raise UsageError("--trust needs --layers, and --layers and --last-hidden need --trust")
     target, running = _opened(tool, **how)
-    with progress_bar("import", "samples") as progress:
-        done = import_cache(
-            tool,
-            source,
-            out,
-            target,
-            **running,
-            seed=how["seed"],
-            loss_mask=how["loss_mask"],
-            draft_vocab_size=how["draft_vocab_size"],
-            aux_fp8=how["aux_dtype"] == "fp8",
-            drop_bad=how["drop_bad"],
-            progress=progress,
-            follow_links=how["follow_links"],
-            **({"shard_bytes": how["shard_bytes"]} if how["shard_bytes"] else {}),
-        )
-    say("\n".join(_import_lines(out, done)))
-    return Result({"cache": str(out), **asdict(done)}, ExitCode.GOOD, f"niels-gpt eagle3 verify {out}")
+    names = ("loss_mask", "draft_vocab_size", "drop_bad", "follow_links")
+    shared = {name: how[name] for name in names} | ({"shard_bytes": how["shard_bytes"]} if how["shard_bytes"] else {})
+    return target, {**running, **shared, "aux_fp8": how["aux_dtype"] == "fp8"}
 
 
 def _opened(
@@ -592,7 +671,7 @@ def export(cache: Path, out: Path, follow_links: bool, tool: str) -> Result:
 # --- the group --------------------------------------------------------------------------------------------------------
 
 
-COMMANDS: list[Command] = [verify, inspect, stats, convert, redraft, seal, join, import_, export, respond]
+COMMANDS: list[Command] = [verify, inspect, stats, convert, redraft, seal, join, import_, watch, export, respond]
 FACE = Group("eagle3", COMMANDS, help="Check, print and convert EAGLE-3 caches; read and write other tools' files.")
 EAGLE3 = Group(
     "eagle3",

@@ -35,15 +35,29 @@ class ForeignSample:
 
 
 class ForeignFiles(Protocol):
-    """A folder of another tool."""
+    """A folder of another tool: its samples in their order, from 0."""
 
-    names: list[str]
-    """A name for each sample, for messages."""
     usual_last: str
     """Side of the final norm of the last hidden states, as the tool documents it: one of LAST_HIDDEN."""
 
+    @property
+    def count(self) -> int | None:
+        """Number of samples; None for a folder that grows and does not say how many will come."""
+
+    def name(self, index: int) -> str:
+        """Return a name of a sample for messages."""
+
     def read(self, index: int) -> ForeignSample:
         """Return a sample. Raises: BadSample."""
+
+    def look(self) -> int:
+        """List the folder again; return the number behind the last sample that has a file. Raises: CacheError."""
+
+    def path(self, index: int) -> Path | None:
+        """Return where a sample's file is, or will be; None if that is not known yet."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a rerun that continues must find unchanged, beside the samples' files."""
 
 
 class BadSample(Exception):

@@ -2,7 +2,8 @@
 
 Import determines the conventions, checks the samples and computes what the tool does not store: the log-normalizer and
 the most probable token of each target row, from the stored last hidden state by the target's own norm and lm_head.
-Memory holds the samples of one unwritten shard: at most `shard_bytes` plus one sample.
+Memory holds the samples of one unwritten shard: at most `shard_bytes` plus one sample. `Importer` makes the shards here
+and in watch.py.
 
 Export writes every state in its place, and zeros where the cache has none. A native cache has no state that no loss
 needs: its auxiliary states end before the last target row, and target rows exist where a loss mask, shifted or not, may
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,10 @@ from niels_gpt.work import Progress
 # --- import -----------------------------------------------------------------------------------------------------------
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Form = tuple[int, torch.dtype, torch.dtype]
+"""Auxiliary layers of a sample, their dtype, dtype of its last hidden states."""
+Read = Callable[..., ForeignSample | None]
+"""`Importer.read`, or a function with its arguments that waits for the sample."""
 
 
 @dataclass(frozen=True)
@@ -126,81 +131,121 @@ def import_cache(
     if (capture is None) == (stated is None) or samples < 1:
         raise ValueError("either a capture and one sample or more to prove the conventions on, or stated ones")
     files = FILES[tool](source, target.hidden_size, target.vocab_size, follow_links=follow_links)
-    run = _Import(source, files, drop_bad, loss_mask == "shifted", aux_fp8, shard_bytes)
-    drawn = run.drawn(samples, seed, to_compare=capture is not None)
-    mask_checked = loss_mask is None and refuse_shifted_mask(source, [sample for _, sample in drawn])
-    convention = prove(source, drawn, capture) if capture else stated
-    assert convention is not None
-    head = _head_for(convention.last_hidden, target.head)
+    total = files.count
+    assert total is not None  # of a folder that does not grow
+    run = Importer(tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
+    run.settle(order, run.read, samples, capture, stated)
     with fresh_folder(out, sources=[source]) as work:
-        run.write(work, convention, head, progress)
-        write_weights(work, head.weights())
-        run.describe(work, run.manifest(target, head, convention, tool), target, tool, draft_vocab_size)
-    return Imported(
-        convention,
-        loss_mask or "raw",
-        mask_checked,
-        run.totals["samples"],
-        run.totals["tokens"],
-        run.target_rows,
-        dict(run.dropped),
-        tuple(run.first_dropped),
-        tuple(run.notes(tool, convention)),
-    )
+        for index in range(total):
+            sample = run.read(index)
+            if sample is not None:
+                run.add(work, index, sample)
+            if progress is not None:
+                progress(index + 1, index + 1, total)
+        run.finish(work, total, draft_vocab_size)
+    return run.imported()
 
 
-class _Import:
-    """Reads a folder's samples and writes the shards; refuses bad samples, or leaves them out and counts them."""
+class Importer:
+    """Makes a cache of a folder's samples; refuses bad samples, or leaves them out and counts them.
+
+    First `settle`, then `read` and `add` for each sample in order, then `finish`.
+    """
 
     def __init__(
-        self, source: Path, files: ForeignFiles, drop_bad: bool, is_shifted: bool, aux_fp8: bool, shard_bytes: int
+        self,
+        tool: str,
+        source: Path,
+        files: ForeignFiles,
+        target: Target,
+        drop_bad: bool,
+        loss_mask: str | None,
+        aux_fp8: bool,
+        shard_bytes: int,
+        after_shard: Callable[[int], object] = lambda index: None,
+        check: Callable[[], object] | None = None,
     ) -> None:
-        self.source, self.files, self._drop_bad, self._is_shifted = source, files, drop_bad, is_shifted
+        """after_shard: called with the first sample behind it after each shard is durable. check: called before."""
+        self._tool, self.source, self._target, self._drop_bad, self._mask = tool, source, target, drop_bad, loss_mask
+        self.files, self._after_shard, self._check = files, after_shard, check
         self._aux_fp8, self._shard_bytes = aux_fp8, shard_bytes
         self.dropped: Counter[str] = Counter()
         self.first_dropped: list[str] = []
-        self.was_fp8 = False
-        self._form: tuple[int, torch.dtype, torch.dtype] | None = None  # layers, dtypes
+        self.was_fp8 = self.mask_checked = False
+        self.form: Form | None = None
         self.totals = dict.fromkeys(("samples", "tokens", "supervised_tokens", "shards"), 0)
-        self.target_rows = self._seq_length = self._bits = 0
+        self.target_rows = self.seq_length = self._bits = 0
         self._waiting: list[NativeSample] = []
         self._counts: list[NDArray[np.int64]] = []
+
+    def checked(self, index: int) -> ForeignSample:
+        """Return a sample. Raises: BadSample."""
+        sample, name = self.files.read(index), self.files.name(index)
+        if self._mask == "shifted":
+            mask = torch.cat([torch.zeros(1, dtype=torch.bool), sample.loss_mask[:-1]])
+            sample = replace(sample, loss_mask=mask)
+        self._refuse_other_form(name, sample)
+        _refuse_zeros(name, sample)
+        self.was_fp8 |= sample.was_fp8
+        return sample
+
+    def leave_out(self, error: BadSample, *, is_counted: bool) -> None:
+        """Leave out a bad sample, and count it. Raises: CacheError E711 without `drop_bad`."""
+        if not self._drop_bad:
+            raise error.refusal(self.source) from error
+        if is_counted:
+            self.dropped[error.reason] += 1
+            if len(self.first_dropped) < 5:
+                self.first_dropped.append(f"{error.name} is {error.reason}: {error.found}")
 
     def read(self, index: int, *, is_counted: bool = True) -> ForeignSample | None:
         """Return a sample; None for a bad one that is left out. Raises: CacheError."""
         try:
-            sample, name = self.files.read(index), self.files.names[index]
-            if self._is_shifted:
-                mask = torch.cat([torch.zeros(1, dtype=torch.bool), sample.loss_mask[:-1]])
-                sample = replace(sample, loss_mask=mask)
-            self._refuse_other_form(name, sample)
-            _refuse_zeros(name, sample)
+            return self.checked(index)
         except BadSample as error:
-            if not self._drop_bad:
-                raise error.refusal(self.source) from error
-            if is_counted:
-                self.dropped[error.reason] += 1
-                if len(self.first_dropped) < 5:
-                    self.first_dropped.append(f"{error.name} is {error.reason}: {error.found}")
+            self.leave_out(error, is_counted=is_counted)
             return None
-        self.was_fp8 |= sample.was_fp8
-        return sample
 
-    def drawn(self, samples: int, seed: int, *, to_compare: bool) -> list[tuple[str, ForeignSample]]:
-        """Return samples drawn by the seed, with their names. Their commonest form becomes the form of all samples.
+    def settle(
+        self, order: Iterable[int], read: Read, samples: int, capture: Capture | None, stated: Convention | None
+    ) -> None:
+        """Fix the form and the conventions of all samples by some of them: the first usable ones in an order.
+
+        Raises: CacheError.
+        """
+        drawn = self._drawn(order, read, samples, to_compare=capture is not None)
+        self.mask_checked = self._mask is None and refuse_shifted_mask(self.source, [sample for _, sample in drawn])
+        convention = prove(self.source, drawn, capture) if capture else stated
+        assert convention is not None and self.form is not None
+        self.fix(self.form, convention)
+
+    def fix(self, form: Form, convention: Convention) -> None:
+        """Take the form and the conventions of all samples. Raises: CacheError E711 unless they fit each other."""
+        (layers, aux_dtype, dtype), stated = form, convention.aux_layer_ids
+        if layers != len(stated):
+            expected = f"{len(stated)}, for the blocks {[*stated]}"
+            raise CacheError(self.source, f"{layers} auxiliary layers", expected, code="E711")
+        stored = "fp8" if self._aux_fp8 else _DTYPE_NAMES[aux_dtype]
+        self._layout = NativeLayout(self._target.hidden_size, layers, _DTYPE_NAMES[dtype], stored)
+        self.form, self.convention = form, convention
+        self._head = _head_for(convention.last_hidden, self._target.head)
+
+    def _drawn(
+        self, order: Iterable[int], read: Read, samples: int, *, to_compare: bool
+    ) -> list[tuple[str, ForeignSample]]:
+        """Return samples in an order, with their names. Their commonest form becomes the form of all samples.
 
         to_compare: skip samples without stored states among the tokens that the target runs over, as exports have them;
             if there are no others, take samples with states further back.
         Raises: CacheError.
         """
-        order = torch.randperm(len(self.files.names), generator=torch.Generator().manual_seed(seed)).tolist()
         near: dict[int, ForeignSample] = {}
         late: dict[int, ForeignSample] = {}
-        empty = 0
+        seen = empty = 0
         for index in order:
-            if len(near) == samples:
-                break
-            sample = self.read(index, is_counted=False)
+            sample = read(index, is_counted=False)
+            seen += 1
             if sample is None:
                 continue
             tokens = reach(sample) if to_compare else PROOF_TOKENS
@@ -209,64 +254,58 @@ class _Import:
             elif tokens is not None and len(late) < samples:
                 late[index] = sample
             empty += tokens is None
+            if len(near) == samples:  # before the next one is waited for
+                break
         drawn = near or late
         if not drawn:
-            found = f"not one of {len(order):,} samples can be used"
+            found = f"not one of {seen:,} samples can be used"
             found += f"; {empty:,} have zeros for all states, and give nothing to compare" if empty else ""
             raise CacheError(self.source, found, code="E711")
-        self._form = Counter(map(_form_of, drawn.values())).most_common(1)[0][0]
-        kept = [index for index in drawn if _form_of(drawn[index]) == self._form or self.read(index, is_counted=False)]
-        return [(self.files.names[index], drawn[index]) for index in kept]
+        self.form = Counter(map(_form_of, drawn.values())).most_common(1)[0][0]
+        kept = [index for index in drawn if _form_of(drawn[index]) == self.form or self.read(index, is_counted=False)]
+        return [(self.files.name(index), drawn[index]) for index in kept]
 
     def _refuse_other_form(self, name: str, sample: ForeignSample) -> None:
         """Raise BadSample if layers or dtypes differ from most of the drawn samples."""
         form = _form_of(sample)
-        if self._form is not None and form != self._form:
-            texts = (f"{layers} layers of {aux}, last {last}" for layers, aux, last in (form, self._form))
+        if self.form is not None and form != self.form:
+            texts = (f"{layers} layers of {aux}, last {last}" for layers, aux, last in (form, self.form))
             raise BadSample("mismatched", name, "{}, expected {}, as most of the drawn samples have".format(*texts))
 
-    def write(self, folder: Path, convention: Convention, head: TargetHead, progress: Progress | None) -> None:
-        """Write all shards. Raises: CacheError if no sample is left."""
-        total = len(self.files.names)
-        for index in range(total):
-            foreign = self.read(index)
-            if foreign is not None:
-                self._add(folder, self._native(foreign, convention, head))
-            if progress is not None:
-                progress(index + 1, index + 1, total)
-        self._flush(folder)
+    def finish(self, folder: Path, total: int, draft_vocab_size: int | None) -> None:
+        """Write the last shard and all other files. total: number of samples, with those left out.
+
+        Raises: CacheError if no sample is left.
+        """
+        self._flush(folder, total)
         if not self.totals["samples"]:
             raise CacheError(self.source, f"not one of {total:,} samples can be used", code="E711")
+        write_weights(folder, self._head.weights())
+        self._describe(folder, draft_vocab_size)
 
-    def _native(self, foreign: ForeignSample, convention: Convention, head: TargetHead) -> NativeSample:
+    def _native(self, foreign: ForeignSample) -> NativeSample:
         loss = foreign.loss_mask.numpy()
         positions = torch.from_numpy(target_positions(loss))
         last = foreign.last[positions]
-        normalizers, argmax = head.log_normalizer_and_argmax(last)
+        normalizers, argmax = self._head.log_normalizer_and_argmax(last)
         aux = foreign.aux[: int(positions[-1]) if len(positions) else 0]
-        if not self._seq_length:  # the first one
-            layers, stated = aux.shape[1], convention.aux_layer_ids
-            if layers != len(stated):
-                expected = f"{len(stated)}, for the blocks {[*stated]}"
-                raise CacheError(self.source, f"{layers} auxiliary layers", expected, code="E711")
-            aux_dtype = "fp8" if self._aux_fp8 else _DTYPE_NAMES[aux.dtype]
-            self._layout = NativeLayout(aux.shape[2], layers, _DTYPE_NAMES[last.dtype], aux_dtype)
         aux, scales = quantized(aux) if self._aux_fp8 else (aux.clone(), None)  # a clone, for each file's map to end
-        self._seq_length = max(self._seq_length, len(loss))
+        self.seq_length = max(self.seq_length, len(loss))
         ids = foreign.input_ids.numpy().astype(np.uint32)
         return NativeSample(ids, loss, aux, scales, last, normalizers.cpu(), argmax.cpu())
 
-    def _add(self, folder: Path, sample: NativeSample) -> None:
+    def add(self, folder: Path, index: int, foreign: ForeignSample) -> None:
         """Keep a sample until its shard is full; write a full shard first."""
+        sample = self._native(foreign)
         counts = row_counts(np.array([0, len(sample.loss_mask)]), sample.loss_mask)
         bits = int(self._layout.sample_bits(counts)[0])
         if self._waiting and (self._bits + bits > room_bits(self._shard_bytes) or len(self._waiting) == MAX_ROWS):
-            self._flush(folder)  # as NativeLayout.cut
+            self._flush(folder, index)  # as NativeLayout.cut
         self._bits += bits
         self._waiting.append(sample)
         self._counts.append(counts)
 
-    def _flush(self, folder: Path) -> None:
+    def _flush(self, folder: Path, behind: int) -> None:
         if not self._waiting:
             return
         counts = np.concatenate(self._counts)
@@ -277,52 +316,66 @@ class _Import:
             for row, sample in enumerate(self._waiting):
                 writer.write(row, sample)
             facts = {"tokens": tokens, "supervised": supervised, "aux_rows": aux_rows, "target_rows": target_rows}
-            writer.commit(facts)
+            writer.commit(facts, self._check)
         finally:
             writer.discard()
         new = {"samples": len(counts), "tokens": tokens, "supervised_tokens": supervised, "shards": 1}
         self.totals = {name: number + new[name] for name, number in self.totals.items()}
         self.target_rows += target_rows
         self._waiting, self._counts, self._bits = [], [], 0
+        self._after_shard(behind)
 
-    def describe(
-        self, folder: Path, manifest: dict[str, Any], target: Target, tool: str, draft_vocab_size: int | None
-    ) -> None:
+    def _describe(self, folder: Path, draft_vocab_size: int | None) -> None:
         """Choose the draft's vocabulary by the stored tokens, and write manifest.json and meta.json.
 
         Raises: CacheError E709 if a draft could learn nothing.
         """
+        manifest = self._manifest()
         stored = NativeShards(folder, manifest, max_open=1)
-        chosen = frequent_tokens(stored, draft_vocab_size, target.special_token_ids)
+        chosen = frequent_tokens(stored, draft_vocab_size, self._target.special_token_ids)
         write_manifest(folder, manifest | {"draft_vocab_size": len(chosen), "selected_token_ids": chosen})
         totals = self.totals | {"positions": stored.positions(chosen)}
         if problem := Counts.of_meta({"totals": totals}).problem:
             raise CacheError(self.source, problem, code="E709")
         # plan_sha256 is null: no run of this project's producer made the states
         keys = {"plan_sha256": None, "totals": totals, "dropped": dict(self.dropped), "altered": {}}
-        write_meta(folder, {**keys, "source": {"kind": tool}, "target": dict(target.facts)})
+        write_meta(folder, {**keys, "source": {"kind": self._tool}, "target": dict(self._target.facts)})
 
-    def notes(self, tool: str, convention: Convention) -> Iterator[str]:
-        """Yield notes for the user."""
-        if convention.last_hidden != self.files.usual_last:
-            yield f"the last hidden states are {convention.last_hidden}, where {tool} has {self.files.usual_last}"
+    def imported(self) -> Imported:
+        """Return what was imported."""
+        return Imported(
+            self.convention,
+            self._mask or "raw",
+            self.mask_checked,
+            self.totals["samples"],
+            self.totals["tokens"],
+            self.target_rows,
+            dict(self.dropped),
+            tuple(self.first_dropped),
+            tuple(self._notes()),
+        )
+
+    def _notes(self) -> Iterator[str]:
+        last, usual = self.convention.last_hidden, self.files.usual_last
+        if last != usual:
+            yield f"the last hidden states are {last}, where {self._tool} has {usual}"
         if self.was_fp8:
             yield "the states were float8 with a scale a token; they were dequantized in float32 and rounded to bf16"
         if self._aux_fp8:
             yield "the auxiliary states were quantized to float8"
 
-    def manifest(self, target: Target, head: TargetHead, convention: Convention, tool: str) -> dict[str, Any]:
+    def _manifest(self) -> dict[str, Any]:
         """Return the manifest without the draft's vocabulary."""
-        layout = self._layout
+        layout, convention = self._layout, self.convention
         return {
             "format_version": NATIVE_VERSION,
-            "target_model": target.name,
-            "target_vocab_size": target.vocab_size,
+            "target_model": self._target.name,
+            "target_vocab_size": self._target.vocab_size,
             "hidden_size": layout.hidden_size,
             "aux_layer_ids": [*convention.aux_layer_ids],
             "aux_dtype": layout.aux_dtype,
             "dtype": layout.dtype,
-            "seq_length": self._seq_length,
+            "seq_length": self.seq_length,
             "num_samples": self.totals["samples"],
             "num_shards": self.totals["shards"],
             "conventions": {
@@ -331,13 +384,13 @@ class _Import:
                 "shift": "none",
                 "loss_mask": "raw",
             },
-            "head": head.facts(),
+            "head": self._head.facts(),
             "shard_bytes": self._shard_bytes,
-            "imported": {"from": tool, "proved": convention.as_json()},
+            "imported": {"from": self._tool, "proved": convention.as_json()},
         }
 
 
-def _form_of(sample: ForeignSample) -> tuple[int, torch.dtype, torch.dtype]:
+def _form_of(sample: ForeignSample) -> Form:
     return sample.aux.shape[1], sample.aux.dtype, sample.last.dtype
 
 

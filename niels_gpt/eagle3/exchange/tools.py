@@ -1,6 +1,8 @@
 """Reads and writes the folders of SpecForge and speculators. No file in them says which blocks were captured.
 
-SpecForge's offline features are a tree of *.ckpt or *.ckpt.gz files, one a sample, in the order of their paths. Each is
+SpecForge's offline features are a tree of *.ckpt or *.ckpt.gz files, one a sample. Their order is that of the number in
+their names (data_9.ckpt before data_10.ckpt, in whichever folder); where a name has no number, or two have the same, it
+is the order of the paths. Each is
 a torch.save dict: `input_ids` [L], `loss_mask` [L], `hidden_state` [1, L, H], the input of lm_head, and
 `aux_hidden_state` [1, L, 3H]. SpecForge's trainer later shifts ids and target states by one token, but not the mask,
 and sets the mask's last value to 0.
@@ -14,8 +16,10 @@ float8_e4m3fn, and `hidden_states_scales` [L, 1, 1] has a scale for each token. 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,18 +52,62 @@ class SpecForgeFiles:
 
     usual_last = "post_norm"
 
-    def __init__(self, folder: Path, hidden_size: int, vocab_size: int, *, follow_links: bool = False) -> None:
-        """Raises: CacheError E711 if there is no such file, or a subfolder is a link; OSError."""
-        paths = (os.path.join(root, name) for root, names in _walked(folder, follow_links) for name in names)
-        self._paths = [Path(path) for path in sorted(path for path in paths if path.endswith(_SUFFIXES))]
-        if not self._paths:
+    def __init__(
+        self, folder: Path, hidden_size: int, vocab_size: int, *, follow_links: bool = False, grows: bool = False
+    ) -> None:
+        """grows: files may come; then each has a number of its own in its name, and is the sample of this number.
+
+        Raises: CacheError E711 if there is no such file, or a subfolder is a link; OSError.
+        """
+        self._folder, self._sizes, self._follow_links, self._grows = (
+            folder,
+            (hidden_size, vocab_size),
+            follow_links,
+            grows,
+        )
+        self._paths: dict[int, Path] = {}
+        there = self.look()
+        self.count = None if grows else there
+        if not there and not grows:
             raise CacheError(folder, "has no *.ckpt and no *.ckpt.gz", "the files of SpecForge", code="E711")
-        self.names = [printable(str(path.relative_to(folder))) for path in self._paths]
-        self._sizes, self._follow_links = (hidden_size, vocab_size), follow_links
+
+    def look(self) -> int:
+        """List the folder again; return the number behind the last file. Raises: CacheError E711; OSError."""
+        walked = _walked(self._folder, self._follow_links)
+        paths = sorted(os.path.join(root, name) for root, names in walked for name in names if name.endswith(_SUFFIXES))
+        numbered: dict[int, str] = {}
+        for path in paths:
+            number = _number_of(path)
+            if number in numbered and self._grows:
+                found = f"has the number {number} like {printable(os.path.relpath(numbered[number], self._folder))}"
+                raise CacheError(path, found, "a number of its own in each name", code="E711")
+            if number is None and self._grows:
+                found, remedy = "has no number in its name", "Import such a folder once it is complete: eagle3 import"
+                raise CacheError(path, found, "names such as data_12.ckpt", remedy, code="E711")
+            if number is not None:
+                numbered[number] = path
+        in_order = [numbered[number] for number in sorted(numbered)] if len(numbered) == len(paths) else paths
+        self._paths = {at: Path(path) for at, path in (numbered if self._grows else dict(enumerate(in_order))).items()}
+        return max(self._paths, default=-1) + 1
+
+    def path(self, index: int) -> Path | None:
+        """Return the path of a file that was there at the last look."""
+        return self._paths.get(index)
+
+    def name(self, index: int) -> str:
+        """Return a file's path in the folder; its number if it was not there."""
+        path = self._paths.get(index)
+        return printable(str(path.relative_to(self._folder))) if path else f"number {index}"
+
+    def facts(self) -> dict[str, Any]:
+        """Return {}: the files are all there is."""
+        return {}
 
     def read(self, index: int) -> ForeignSample:
         """Return a sample. Raises: BadSample."""
-        path, name = self._paths[index], self.names[index]
+        path, name = self._paths.get(index), self.name(index)
+        if path is None:
+            raise BadSample("missing", name, f"no file of this number, such as data_{index}.ckpt")
         try:
             tensors = load_tensors(path, _KEYS, follow_links=self._follow_links)
         except FileNotFoundError as error:
@@ -75,6 +123,12 @@ class SpecForgeFiles:
             if tensor.dim() != 3 or len(tensor) != 1:
                 raise BadSample("mismatched", name, f"{key} is {list(tensor.shape)}, expected [1, tokens, values]")
         return checked_sample(name, tensors["input_ids"], tensors["loss_mask"], states[0], last[0], *self._sizes)
+
+
+def _number_of(path: str) -> int | None:
+    """Return the last number in a file's name; None for a name without one."""
+    numbers = re.findall("[0-9]{1,18}", os.path.basename(path).partition(".ckpt")[0])
+    return int(numbers[-1]) if numbers else None
 
 
 def _walked(folder: Path, follow_links: bool) -> Iterator[tuple[str, list[str]]]:
@@ -125,6 +179,7 @@ class SpecForgeWriter:
 
 STATES = "hidden_states"
 _SCALES = "hidden_states_scales"
+_HS = re.compile(r"hs_(0|[1-9][0-9]{0,17})\.safetensors")
 _COLUMNS = ("input_ids", "loss_mask", "seq_len")
 _MAX_ROWS, _MAX_LAYERS, _MAX_TOKENS = 10_000_000, 1000, 1 << 24
 _AGAIN = "Write the folder again with the tool that made it"
@@ -135,15 +190,38 @@ class SpeculatorsFiles:
 
     usual_last = "pre_norm"
 
-    def __init__(self, folder: Path, hidden_size: int, vocab_size: int, *, follow_links: bool = False) -> None:
-        """Raises: CacheError E711 if `datasets` finds no rows in the folder."""
+    def __init__(
+        self, folder: Path, hidden_size: int, vocab_size: int, *, follow_links: bool = False, grows: bool = False
+    ) -> None:
+        """grows: the states may come; the rows are there. Raises: CacheError E711 if `datasets` finds none."""
         self._rows = _open_rows(folder, follow_links)
+        self.count = len(self._rows)
         self._states, self._sizes, self._follow_links = folder / STATES, (hidden_size, vocab_size), follow_links
-        self.names = [f"row {index}" for index in range(len(self._rows))]
+
+    def look(self) -> int:
+        """Return the number behind the last row that has a file. Raises: CacheError E711 for a linked folder."""
+        _refuse_linked_states(self._states, self._follow_links)
+        if not self._states.is_dir():
+            return 0
+        found = map(_HS.fullmatch, os.listdir(self._states))
+        return max((int(each[1]) + 1 for each in found if each and int(each[1]) < self.count), default=0)
+
+    def path(self, index: int) -> Path:
+        """Return where a row's file is, or will be."""
+        return self._states / f"hs_{index}.safetensors"
+
+    def name(self, index: int) -> str:
+        """Return a row's name for messages."""
+        return f"row {index}"
+
+    def facts(self) -> dict[str, Any]:
+        """Return the number of rows, and the checksum of the file that names them."""
+        raw = read_file(self._states.parent / "state.json", follow_links=self._follow_links)
+        return {"rows": self.count, "state_json_sha256": hashlib.sha256(raw).hexdigest()}
 
     def read(self, index: int) -> ForeignSample:
         """Return a sample. Raises: BadSample."""
-        name, row = self.names[index], self._rows[index]
+        name, row = self.name(index), self._rows[index]
         ids = integers(name, "input_ids", row["input_ids"])
         if len(ids) != row["seq_len"]:
             found = f"{len(ids)} input_ids, seq_len {shortened(row['seq_len'])}"
@@ -166,7 +244,7 @@ class SpeculatorsFiles:
 
     def _file(self, index: int) -> dict[str, Tensor]:
         """Return the mapped tensors of a row's file. Raises: BadSample."""
-        name, path = self.names[index], self._states / f"hs_{index}.safetensors"
+        name, path = self.name(index), self.path(index)
         if os.path.lexists(f"{path}.lock"):
             raise BadSample("unreadable", name, f"{self._name(index)}.lock is there: the file is still being written")
         try:
@@ -279,9 +357,7 @@ def _refuse_other_files(folder: Path, follow_links: bool) -> None:
     Raises: ValueError for another state.json.
     """
     read_file(folder / "dataset_info.json", follow_links=follow_links)  # of a size that may be parsed
-    if not follow_links and os.path.islink(folder / STATES):
-        found, remedy = "a link to a folder", "Pass --follow-links, or copy the folder here"
-        raise CacheError(folder / STATES, found, "the folder of the states", remedy, code="E711")
+    _refuse_linked_states(folder / STATES, follow_links)
     state = json.loads(read_file(folder / "state.json", follow_links=follow_links))
     for each in state["_data_files"]:
         name = each["filename"]
@@ -293,6 +369,12 @@ def _refuse_other_files(folder: Path, follow_links: bool) -> None:
             if any(message.is_dictionary or message.is_packed for message in messages(file.fileno())):
                 found = "its rows are compressed, or looked up in a dictionary"
                 raise CacheError(folder / name, found, "plain ones, as datasets writes them", _AGAIN, code="E711")
+
+
+def _refuse_linked_states(states: Path, follow_links: bool) -> None:
+    if not follow_links and os.path.islink(states):
+        found, remedy = "a link to a folder", "Pass --follow-links, or copy the folder here"
+        raise CacheError(states, found, "the folder of the states", remedy, code="E711")
 
 
 def _without_scales(name: str, states: Tensor, scales: Tensor) -> Tensor:

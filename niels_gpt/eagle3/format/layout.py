@@ -39,7 +39,9 @@ SIDECAR = "sidecar"
 MANIFEST_NAME, EMBEDDINGS_NAME = "manifest.json", "target_embeddings.safetensors"
 WEIGHTS_NAME = "target_weights.safetensors"
 """The weights of a native cache; it has no EMBEDDINGS_NAME."""
-_WRITTEN = (MANIFEST_NAME, EMBEDDINGS_NAME, WEIGHTS_NAME, META_NAME)
+WATCH_NAME = "watch.json"
+"""How far `eagle3 watch` is; not in a finished cache."""
+_WRITTEN = (MANIFEST_NAME, EMBEDDINGS_NAME, WEIGHTS_NAME, META_NAME, WATCH_NAME)
 LOCK_NAME = "lock"
 """Sidecar file that the writing process locks."""
 _LOCK_FILE = re.compile(r"lock(\.[1-9][0-9]{0,8})?")

@@ -21,6 +21,7 @@ from niels_gpt.eagle3.format.layout import (
     read_file,
     shard_path,
 )
+from niels_gpt.eagle3.format.watched import unfinished_text
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import META_NAME, write_bytes
@@ -267,6 +268,8 @@ def _no_manifest(path: str) -> FileNotFoundError:
         code, more = "E208", " It is a cache of another kind"
     elif not parts:
         code, more = "E105", f" There is no {'EAGLE-3 cache in this' if os.path.isdir(folder) else 'such'} folder"
+    if watched := unfinished_text(folder):
+        code, more = "E702", watched
     found = f"EAGLE-3 cache manifest not found at {shown(path)}. Was the cache fully written?{more}"
     return NotFound(found, code=code)
 
