@@ -130,6 +130,14 @@ class Eagle3Kind(Kind):
         """Return whether a folder has partitions and its seal has not finished."""
         return (folder / _PARTS_NAME).is_dir()
 
+    def unfinished(self, folder: Path) -> str:
+        """Return how far `eagle3 watch` is."""
+        if not os.path.lexists(folder / _WATCH_NAME):
+            return ""
+        from niels_gpt.eagle3.format.watched import unfinished_text
+
+        return unfinished_text(folder)
+
     def seal(self, folder: Path, progress: Progress | None = None) -> Sealed:
         """Compare every shard with its receipt, and write meta.json."""
         from niels_gpt.eagle3.build import seal

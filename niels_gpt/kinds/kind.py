@@ -218,6 +218,10 @@ class Kind:
         """Return whether a folder holds units of this kind that `seal` can finish."""
         return False
 
+    def unfinished(self, folder: Path) -> str:
+        """Return how far an unfinished build in this folder is, and the command that continues it; "" for none."""
+        return ""
+
     def seal(self, folder: Path, progress: Progress | None = None) -> Sealed:
         """Check the units in a folder and write its meta.json. Leaves a sealed folder unchanged.
 

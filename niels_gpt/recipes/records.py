@@ -291,6 +291,8 @@ def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
         key = path.relative_to(root).as_posix()
         try:
             meta = listed_meta(path)
+            if meta is None and (text := next(filter(None, (kind.unfinished(path) for kind in kinds())), "")):
+                raise CacheError(path, text.strip(), code="E702")
             if key == TOKENIZER_KEY and meta is not None:
                 checked_count(meta.get("vocab_size"), "vocab_size", str(path / META_NAME))
         except CacheError as error:

@@ -518,14 +518,22 @@ niels-gpt eagle3 watch DIR OUT --from specforge --target MODEL --samples-total 5
     metavar="S",
     help="seconds after which a file that is not whole, or does not come, is bad",
 )
-def watch(source: Path, out: Path, tool: str, patience: float, **how: Any) -> Result:
+def watch(
+    source: Path,
+    out: Path,
+    tool: str,
+    samples_total: int | None,
+    once: bool,
+    consume: bool,
+    patience: float,
+    **how: Any,
+) -> Result:
     """Watch a folder."""
-    from niels_gpt.eagle3.exchange.watch import Waiting, watch_cache
+    from niels_gpt.eagle3.exchange.watch import Until, Waiting, watch_cache
 
-    own = {name: how.pop(name) for name in ("samples_total", "once", "consume")}
-    if own["consume"] and how["follow_links"]:
+    if consume and how["follow_links"]:
         raise UsageError("--consume removes no links: leave out --follow-links")
-    if own["samples_total"] and tool != "specforge":
+    if samples_total and tool != "specforge":
         raise UsageError("--samples-total is for --from specforge; the rows of speculators give the number")
     last = time.monotonic()
 
@@ -537,11 +545,12 @@ def watch(source: Path, out: Path, tool: str, patience: float, **how: Any) -> Re
             tell(f"watch: waiting {now.seconds:,.0f} s for {now.name}; {taken}")
 
     target, arguments = _arguments(tool, **how)
-    arguments |= {**own, "patience": patience, "command": _words_of_this_command(), "waiting": waiting}
+    arguments |= {"consume": consume, "command": _words_of_this_command(), "waiting": waiting}
+    until = Until(samples_total, once, patience)
     with progress_bar("watch", "samples") as progress:
-        done = watch_cache(tool, source, out, target, **arguments, progress=progress)
+        done = watch_cache(tool, source, out, target, **arguments, until=until, progress=progress)
     lines = _import_lines(out, done.imported)
-    if own["consume"]:
+    if consume:
         kept = f"; {done.kept_files:,} had changed since, and stay" if done.kept_files else ""
         lines.append(f"  removed           {done.removed_files:,} files of {done.removed_bytes:,} bytes{kept}")
     say("\n".join(lines))

@@ -4,4 +4,5 @@ foreign.py  a sample as other tools store it, whole and unshifted; decides which
 tools.py    reads and writes SpecForge's folder (torch.save files) and speculators' (a dataset and safetensors files)
 proof.py    determines a tool's layers, and the side of the final norm, by running the target
 move.py     converts such a folder to a native cache, and back
+watch.py    does so while the tool still writes the folder: waits for files, continues after a kill
 """

@@ -54,7 +54,20 @@ from niels_gpt.work import Progress
 
 DONE_NAME = "done"
 """A file of this name in the watched folder says that no more files come."""
-PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Until:
+    """When a watch ends, and how it waits."""
+
+    samples_total: int | None = None
+    """Number of samples of a SpecForge folder; None: until a file `done` is in it. speculators' rows give their own."""
+    once: bool = False
+    """Take what is there now, and end."""
+    patience: float = 600.0
+    """Seconds after which a file that does not change is refused, or counted as a gap."""
+    poll: float = 1.0
+    """Seconds between two looks at the folder."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +112,8 @@ def watch_cache(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     drop_bad: bool = False,
     loss_mask: str | None = None,
-    samples_total: int | None = None,
-    once: bool = False,
-    patience: float = PATIENCE_S,
+    until: Until = Until(),
     consume: bool = False,
-    poll: float = 1.0,
     progress: Progress | None = None,
     waiting: Callable[[Waiting], object] = lambda _: None,
     follow_links: bool = False,
@@ -115,50 +125,29 @@ def watch_cache(
     out: absent, empty, or of a run with the same settings that did not finish.
     command: the words after `niels-gpt eagle3 watch` that continue the run, for messages.
     samples: the conventions are proved on so many of the first usable samples.
-    samples_total: number of samples of a SpecForge folder. speculators' rows give their own.
-    once: take what is there now, and end. Otherwise SpecForge's folder ends at `samples_total`, or at the last file
-        once a file `done` is in it.
-    patience: seconds after which a file that does not change is refused, or counted as a gap.
-    consume: remove a sample's file once its shard is durable.
-    poll: seconds between two looks at the folder. waiting: called at each look.
+    consume: remove a sample's file once its shard is durable. waiting: called at each look at the folder.
     Raises: CacheError E711 for a sample that does not fit or a gap (without `drop_bad`), and if no file comes for
         `patience` seconds; E703 for another run's folder, naming the fields; E704 for a folder with anything else; E503
         while another process watches; as `import_cache`.
     """
     if (capture is None) == (stated is None) or samples < 1:
         raise ValueError("either a capture and one sample or more to prove the conventions on, or stated ones")
-    if consume and follow_links:
-        raise ValueError("consume removes files of the watched folder only: no links can be followed with it")
-    refuse_among_versions(out)
     out = out.absolute()
-    if source.resolve() in (out.resolve(), *out.resolve().parents):
-        raise CacheError(out, f"lies in {source}, which it is made from", "a folder elsewhere", code="E704")
+    _refuse_other_content(out, source)
     files = FILES[tool](source, target.hidden_size, target.vocab_size, follow_links=follow_links, grows=True)
-    if samples_total is not None and files.count is not None:
-        raise ValueError(f"the folder of {tool} has {files.count:,} rows: it says itself how many samples come")
-    settings = {
-        "from": tool,
-        "target": target.name,
-        **{f"target.{name}": value for name, value in target.facts.items()},
-        **{f"head.{name}": value for name, value in target.head.facts().items()},
-        "layers": None if stated is None else stated.aux_layer_ids,
-        "last_hidden": None if stated is None else stated.last_hidden,
-        "loss_mask": loss_mask,
-        "samples": samples,
-        "draft_vocab_size": draft_vocab_size,
-        "aux_dtype": "fp8" if aux_fp8 else "stored",
-        "shard_bytes": shard_bytes,
-        **files.facts(),
-    }
-    _refuse_other_content(out)
+    if (consume and follow_links) or (until.samples_total is not None and files.count is not None):
+        raise ValueError("consume removes no links, and speculators' rows give the number of samples")
+    settings = {"from": tool, "samples": samples, "loss_mask": loss_mask, "draft_vocab_size": draft_vocab_size}
+    settings |= {"aux_dtype": "fp8" if aux_fp8 else "stored", "shard_bytes": shard_bytes}
+    settings |= _facts_of(target, stated) | files.facts()
     fileio.make_dir(out / SIDECAR)
     lock = out / SIDECAR / LOCK_NAME
     with file_lock(lock, out, "is being written", wait=False):
+        _refuse_other_content(out, source)
         journal = _journal_of(out, command, json.loads(json.dumps(settings)))
         importing = partial(Importer, tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes)
         run = _Watch(out, source, files, journal, importing, partial(check_lease, lock), consume)
-        end, tell = run.end_of(samples_total), run.tell(waiting)
-        arrivals = Arrivals(source, files, run.importer, end, once, patience, poll, tell)
+        arrivals = Arrivals(source, files, run.importer, run.end_of(until.samples_total), until, run.tell(waiting))
         run.take(arrivals, samples, capture, stated, progress)
         run.finish(arrivals, draft_vocab_size)
         return run.watched()
@@ -167,8 +156,19 @@ def watch_cache(
 # --- the folder of the cache ------------------------------------------------------------------------------------------
 
 
-def _refuse_other_content(out: Path) -> None:
-    """Raise CacheError for a folder with anything but an unfinished watch; E205 for links in it."""
+def _facts_of(target: Target, stated: Convention | None) -> dict[str, Any]:
+    """Return the settings that follow from the target and the stated conventions."""
+    layers, last = (None, None) if stated is None else (stated.aux_layer_ids, stated.last_hidden)
+    facts = {"target": target.name, "layers": layers, "last_hidden": last}
+    facts |= {f"target.{name}": value for name, value in target.facts.items()}
+    return facts | {f"head.{name}": value for name, value in target.head.facts().items()}
+
+
+def _refuse_other_content(out: Path, source: Path) -> None:
+    """Raise CacheError for a folder in `source`, or with anything but an unfinished watch; E205 for links in it."""
+    refuse_among_versions(out)
+    if source.resolve() in (out.resolve(), *out.resolve().parents):
+        raise CacheError(out, f"lies in {source}, which it is made from", "a folder elsewhere", code="E704")
     refuse_links(out)
     if os.path.lexists(out / WATCH_NAME):
         return
@@ -179,7 +179,6 @@ def _refuse_other_content(out: Path) -> None:
 
 def _journal_of(out: Path, command: list[str], settings: dict[str, Any]) -> dict[str, Any]:
     """Return the journal of a folder, written if there was none. Raises: CacheError E703 for other settings."""
-    _refuse_other_content(out)
     for path in leftovers(out):
         fileio.remove(path)
     journal = read_journal(out)
@@ -361,13 +360,11 @@ class Arrivals:
         files: ForeignFiles,
         importer: Importer,
         end: int | None,
-        once: bool,
-        patience: float,
-        poll: float,
+        until: Until,
         tell: Callable[[str, float], object],
     ) -> None:
-        self._source, self._files, self._importer, self._is_closed = source, files, importer, once
-        self._patience, self._poll, self._tell = patience, poll, tell
+        self._source, self._files, self._importer, self._is_closed = source, files, importer, until.once
+        self._patience, self._poll, self._tell = until.patience, until.poll, tell
         self.end = end if files.count is None else files.count
         """Number of samples; None while more may come."""
         self.states: dict[int, list[int]] = {}

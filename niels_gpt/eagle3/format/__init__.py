@@ -10,5 +10,6 @@ fetched.py       reads the samples of shards at a URL by ranges
 samples.py       sidecar/samples.safetensors and ids.txt: the tokenized input
 plan.py          sidecar/plan.json and batches.jsonl: all that decides the bytes; cuts samples into shards and batches
 torch_files.py   reads torch.save files of strangers with bounded memory and without running code
+watched.py       watch.json: how far a cache is that is made while another tool still writes its files
 meta.py          writes meta.json; compares small files with its checksums
 """

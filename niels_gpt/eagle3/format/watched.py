@@ -75,7 +75,7 @@ def command_of(journal: dict[str, Any]) -> str:
 
 
 def unfinished_text(folder: PathLike) -> str:
-    """Return how far a watched folder is, and the command that continues it; "" for another folder."""
+    """Return how far a watched folder is, and the command that continues it, after a space; "" for another folder."""
     if not os.path.lexists(Path(folder, WATCH_NAME)):
         return ""
     try:

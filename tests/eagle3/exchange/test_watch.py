@@ -41,7 +41,7 @@ def watching(model):
     """`watch_cache` with the target; it looks a hundred times a second."""
     from niels_gpt.eagle3.exchange.move import Target
     from niels_gpt.eagle3.exchange.proof import Convention, capture_of
-    from niels_gpt.eagle3.exchange.watch import watch_cache
+    from niels_gpt.eagle3.exchange.watch import Until, watch_cache
     from niels_gpt.eagle3.head import TargetHead
 
     target = Target("small", TargetHead.of_model(model), HIDDEN, VOCAB, [1, 2])
@@ -49,7 +49,9 @@ def watching(model):
     def watch(tool, source, out, *, proving=False, **how):
         decided = {"capture": capture_of(model, LAYERS, torch.device("cpu"))}
         decided = decided if proving else {"stated": Convention(*STATED[tool])}
-        usual = {"samples": 4, "draft_vocab_size": 300, "shard_bytes": 1 << 13, "poll": 0.01, "patience": 60.0}
+        usual = {"samples": 4, "draft_vocab_size": 300, "shard_bytes": 1 << 13}
+        ends = {name: how.pop(name) for name in ("samples_total", "once", "patience") if name in how}
+        usual["until"] = Until(**{"poll": 0.01, "patience": 60.0, **ends})
         command = [str(source), str(out), "--from", tool, "--target", "small"]
         return watch_cache(tool, source, out, target, command=command, **{**usual, **decided, **how})
 
@@ -308,8 +310,8 @@ def unfinished(folders, watching, tmp_path):
         raise Stopped
 
     with pytest.raises(Stopped):
-        watching("speculators", source, tmp_path / "caches/c", waiting=stop)
-    return source, tmp_path / "caches/c"
+        watching("speculators", source, tmp_path / "caches/eagle3/c", waiting=stop)
+    return source, tmp_path / "caches/eagle3/c"
 
 
 def test_an_unfinished_folder_names_the_command_that_continues_it(unfinished):
@@ -324,9 +326,9 @@ def test_an_unfinished_folder_names_the_command_that_continues_it(unfinished):
     for words in asked:
         done = niels_gpt(*words)
         assert done.status != 0 and command in " ".join((done.out + done.err).split()), words
-    done = niels_gpt("list", out.parent)
-    assert "eagle3 watch" in done.out + done.err
-    niels_gpt("gc", out.parent)
+    done = niels_gpt("list", out.parent.parent)
+    assert done.status != 0 and command in " ".join((done.out + done.err).split())
+    niels_gpt("gc", out.parent.parent)
     assert files_of(out) == before
 
 
@@ -394,7 +396,7 @@ def test_a_watch_that_is_killed_twice_while_the_folder_fills_equals_one_import(m
     full = write(tmp_path / "full", long_chats(12))
     source, pairs = emptied(tool, full, tmp_path / "f")
     out = tmp_path / "c"
-    shared = ["--from", tool, "--target", tmp_path / "target", "--trust", "--layers", "1,3,4"]
+    shared = ["--from", tool, "--target", tmp_path / "target", "--trust", "--layers", "1,3,4", "-k", "2"]
     shared += ["--shard-bytes", 1 << 16, "--draft-vocab-size", 300]
     words = [source, out, *shared, "--consume", *(["--samples-total", 12] if tool == "specforge" else [])]
     command = [sys.executable, "-m", "niels_gpt.eagle3", "watch", *map(str, words)]
