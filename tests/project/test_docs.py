@@ -37,11 +37,22 @@ def test_every_flag_named_in_a_document_exists():
     known |= {"--help", "--version"}
     known |= {"--no-append-eot"}  # the changelog names it as removed
     of_pip = {"--constraint", "--find-links", "--no-deps", "--python"}
+    of_servers = {"--hidden-states-path", "--target-layer-ids", "--tensor-parallel-size", "--speculative_config"}
+    of_servers |= {"--kv_transfer_config", "--no-enable-chunked-prefill", "--preprocessed-data", "--include-last-layer"}
+    of_servers |= {
+        "--nproc_per_node",
+        "--strategy",
+        "--target-model-path",
+        "--data-path",
+        "--output-path",
+        "--max-length",
+    }
+    of_servers |= {"--tp-size", "--enable-aux-hidden-states", "--aux-hidden-states-layers"}
     scripts = [path for folder in ("benchmarks", "examples", "tools") for path in (ROOT / folder).glob("*.py")]
     written = "".join(path.read_text(encoding="utf-8") for path in scripts)
     for document in DOCUMENTS:
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9](?![\w-])", document.read_text(encoding="utf-8")):
-            if flag not in of_pip | {
+            if flag not in of_pip | of_servers | {
                 "--nthreads",
                 "--memory-limit",
                 "--fix",
