@@ -25,7 +25,10 @@ disk.py          estimates the size of a cache and checks that it fits on the di
 models.py        loads target models, by folder or hub id; writes the small model of the sample
 checkpoint.py    loads what a target has outside its blocks: embeddings, final norm, lm_head
 placement.py     where a target's weights lie, and in which form: device map, quantization, load dtype
-replies.py       generates the target's own replies to chats
+replies.py       gives chats the target's own replies, turn by turn, and writes them to a file
+speaker.py       a target that replies to prompts
+server.py        replies from a server with the chat-completions API
+degenerate.py    says which replies are degenerate: empty, cut, or a few tokens over and over
 
 Files, and finished caches:
 

@@ -82,16 +82,15 @@ def target_facts(name: str, *, revision: str | None = None, hash_weights: bool =
     """Read a target's config, and hash the weight files of a local folder. Loads no weights.
 
     name: a folder, else a hub id. revision: branch, tag or commit on the hub; ignored for a folder.
-    hash_weights: False skips weights_sha256, which reads every byte.
-    Raises: FileNotFoundError for a folder without config or weights; ConnectionError if the hub does not answer;
-        ValueError for a model that is missing on the hub, not open to the user, not a causal language model, or needs
-        code of its repository; ImportError without the extra.
+    hash_weights: False looks at no weights: weights_sha256, None then, reads every byte.
+    Raises: FileNotFoundError for a folder without config or, if they are hashed, weights; ConnectionError if the hub
+        does not answer; ValueError for a model that is missing on the hub, not open to the user, not a causal language
+        model, or needs code of its repository; ImportError without the extra.
     """
     facts, _, folder = _of_config(name, revision)
-    if facts.revision is not None:
+    if facts.revision is not None or not hash_weights:
         return facts
-    weights = _weight_files(folder)
-    return replace(facts, weights_sha256=_sha256_of_all(weights)) if hash_weights else facts
+    return replace(facts, weights_sha256=_sha256_of_all(_weight_files(folder)))
 
 
 def _of_config(name: str, revision: str | None) -> tuple[TargetFacts, Any, Path]:

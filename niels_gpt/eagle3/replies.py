@@ -1,19 +1,11 @@
 """Generates the target's own replies to chats, to train a draft on its target's distribution of texts.
 
-Three steps: prompts become replies (`Speaker`), chats get the target's replies (`reply_to_all`), and a file collects
-them, finished or not (`opened`).
-
-**Replies** come from transformers' generate, in batches padded on the left. A reply is greedy or sampled. A sampled
-token is the first whose cumulative probability, in the order of the ids, exceeds a uniform number; a reply's random
-numbers depend only on the seed and the prompt's name. So neither the other prompts of a batch nor their order choose a
-token. They may still change the rounding of the logits, as padding and batch size select other kernels: where two
-tokens are that close, replies of another batch size differ from there on. For a random Llama of four layers, with flat
-logits, none of 48 replies of 64 tokens differed in fp32 between batch sizes 1, 4, 8 and 16; in bf16 a third to a half
-did, and most of the sampled ones.
+Three steps: prompts become replies (speaker.py or, by a server, server.py), chats get the target's replies
+(`reply_to_all`), and a file collects them, finished or not (`opened`).
 
 **A chat** gets its replies turn by turn, each conditioned on the replies before it. It ends early at the first reply
 that the target did not finish, which is kept, or that no template can hold, which is dropped. The rest of the chat is
-left out and counted.
+left out and counted. Degenerate replies (degenerate.py) are counted, and dropped on request.
 
 **The file**:
 
@@ -31,20 +23,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import shlex
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import torch
-from torch import Tensor, nn
-
 from niels_gpt.chat.chats import assistant_turns, calls_tools
 from niels_gpt.chat.protocol import NOT_STABLE, SPECIAL_TEXT, Chat, ChatTokenizer, Messages, RefusedChat
+from niels_gpt.eagle3.degenerate import CUT_OFF, GENERATED, MOST_EXAMPLES, REPEATED, counter_of, example, kind_of
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import OutputFile, canonical_json, sha256_file
@@ -64,6 +53,8 @@ no words. Beside these: the reasons of the tokenizer's RefusedChat, SPECIAL_TEXT
 form "messages", NOT_STABLE: after a reply the template writes the earlier turns otherwise."""
 CUT: Final = {LENGTH: "cut_at_max_new_tokens", CONTEXT: "cut_at_context"}
 """Counter of cut replies, by reason."""
+DROPPED: Final = {REPEATED: "dropped_repeated", CUT_OFF: "dropped_cut"}
+"""Why a chat ends before a degenerate reply, by kind, if those are dropped; an empty one is never kept."""
 _ANY_REPLY = {"role": "assistant", "content": "Yes."}
 _ASKING = frozenset({"user", "tool", "function", "ipython", "observation"})
 
@@ -72,7 +63,7 @@ _RECORD, _PART, _LOCK = ".record", ".part", ".lock"
 _MAX_LINE = 1 << 28
 
 
-# --- prompts -> replies -----------------------------------------------------------------------------------------------
+# --- prompts and replies ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -118,116 +109,9 @@ class Reply(NamedTuple):
     """STOP, LENGTH or CONTEXT."""
 
 
-@dataclass(frozen=True)
-class Speaker:
-    """A target with all it needs to reply."""
-
-    model: nn.Module
-    stop_ids: tuple[int, ...]
-    """Tokens that end a turn."""
-    pad_id: int
-    vocab_size: int
-    """Size of the tokenizer: rows of the model beyond it have no text and are never chosen."""
-    max_positions: int | None = None
-    """Most tokens of prompt and reply; None: no limit."""
-
-    def replies(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Reply]:
-        """Return the reply to each prompt. A prompt without room for a token gets an empty reply that ends by CONTEXT.
-
-        Prompts with less room than max_new_tokens run alone, all others together.
-
-        Raises: ValueError for an empty prompt.
-        """
-        if any(not prompt.ids for prompt in prompts):
-            raise ValueError("a prompt without tokens, expected one or more")
-        rooms: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, prompt in enumerate(prompts):
-            room = sampling.max_new_tokens
-            if self.max_positions is not None:
-                room = max(0, min(room, self.max_positions - len(prompt.ids)))
-            rooms[room, 0 if room == sampling.max_new_tokens else number + 1].append(number)
-        found: dict[int, Reply] = {}
-        for (room, _), numbers in rooms.items():
-            ids = self._generate([prompts[number] for number in numbers], room, sampling)
-            cut = LENGTH if room == sampling.max_new_tokens else CONTEXT
-            found |= {number: self._reply(each, cut) for number, each in zip(numbers, ids, strict=True)}
-        return [found[number] for number in range(len(prompts))]
-
-    def _reply(self, ids: list[int], cut: str) -> Reply:
-        stop = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
-        return Reply(ids, None, cut) if stop is None else Reply(ids[:stop], ids[stop], STOP)
-
-    def _generate(self, prompts: list[Prompt], room: int, sampling: Sampling) -> list[list[int]]:
-        """Return up to `room` new tokens of each prompt; tokens after the end of the turn are arbitrary."""
-        from transformers import GenerationConfig, LogitsProcessorList
-
-        if room == 0:
-            return [[] for _ in prompts]
-        width = max(len(prompt.ids) for prompt in prompts)
-        device = next(self.model.parameters()).device
-        ids = torch.full((len(prompts), width), self.pad_id)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids)
-            mask[row, width - len(prompt.ids) :] = 1
-        config = GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=room, do_sample=False, eos_token_id=list(self.stop_ids) or None, pad_token_id=self.pad_id
-        )
-        chances = [random.Random(_chance(sampling.seed, prompt.name)) for prompt in prompts]
-        with _neutral(self.model), torch.inference_mode():
-            made: Tensor = self.model.generate(  # type: ignore[operator]
-                ids.to(device),
-                attention_mask=mask.to(device),
-                generation_config=config,
-                logits_processor=LogitsProcessorList([_Choice(sampling, self.vocab_size, chances)]),
-            )
-        new: list[list[int]] = made[:, width:].tolist()
-        return new
-
-
-class _Choice:
-    """A logits processor that leaves one token, so that greedy search takes it."""
-
-    def __init__(self, sampling: Sampling, vocab_size: int, chances: list[random.Random]) -> None:
-        self._sampling, self._vocab_size, self._chances = sampling, vocab_size, chances
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores = scores.float()
-        scores[:, self._vocab_size :] = -torch.inf
-        if self._sampling.temperature == 0:
-            return scores
-        uniform = torch.tensor([chance.random() for chance in self._chances], dtype=torch.float64)
-        tokens = _sampled(scores / self._sampling.temperature, self._sampling.top_p, uniform.to(scores.device))
-        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
-
-
-def _sampled(logits: Tensor, top_p: float, uniform: Tensor) -> Tensor:
-    """Sample one token of each row [B]. logits: float32 [B, V]; uniform: float64 [B], each below 1."""
-    probs = torch.softmax(logits, -1, dtype=torch.float64)
-    if top_p < 1:
-        ordered, ids = torch.sort(probs, stable=True, dim=-1, descending=True)
-        dropped = ordered.cumsum(-1) - ordered >= top_p  # the most probable one stays
-        probs = probs.scatter(1, ids, ordered.masked_fill(dropped, 0.0))
-    sums = probs.cumsum(-1)
-    # Not sorted: near-equal probabilities that swap places would move all tokens after them.
-    return torch.searchsorted(sums, (uniform * sums[:, -1])[:, None], right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
-
-
-def _chance(seed: int, name: str) -> int:
+def chance_of(seed: int, name: str) -> int:
+    """Return the 256 bits that seed the random numbers of a reply. name: of its prompt."""
     return int.from_bytes(hashlib.sha256(f"{seed}\n{name}".encode("utf-8", "surrogatepass")).digest(), "big")
-
-
-@contextmanager
-def _neutral(model: Any) -> Iterator[None]:
-    """Set a model's own generation config aside: generate would silently merge its temperature, penalties and stops."""
-    from transformers import GenerationConfig
-
-    before = model.generation_config
-    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        model.generation_config = before
 
 
 # --- chats, turn by turn ----------------------------------------------------------------------------------------------
@@ -254,6 +138,9 @@ class Answered:
     counts: Counter[str] = field(default_factory=Counter)
     before: int = 0
     """Chats of the same name that stand before it in the source."""
+    drop_degenerate: bool = False
+    examples: list[str] = field(default_factory=list)
+    """The degenerate replies, to print."""
 
     @property
     def next_prompt(self) -> Chat | None:
@@ -268,6 +155,11 @@ class Answered:
         """End the chat before its next reply."""
         self.ended_by = reason
         self.counts[reason] += 1
+
+    def close(self) -> None:
+        """Count the replies, once the chat has ended."""
+        left = len(self.spots) - len(self.replies)
+        self.counts += Counter(replies=len(self.replies), replies_left_out=left if self.replies else 0)
 
     def row(self) -> dict[str, Any]:
         """Return the chat's row in the form "messages"."""
@@ -287,12 +179,12 @@ def reply_spots(messages: Messages, turns: str) -> list[int]:
     return spots if turns == "all" else spots[-1:]
 
 
-def started(chat: Chat, turns: str, before: int = 0) -> Answered:
+def started(chat: Chat, turns: str, before: int = 0, *, drop_degenerate: bool = False) -> Answered:
     """Return a chat without replies. It has ended already if nobody asks, or if a turn calls a tool.
 
-    before: number of chats with the same name earlier in the source.
+    before: number of chats with the same name earlier in the source. drop_degenerate: end before a degenerate reply.
     """
-    answered = Answered(chat, reply_spots(chat.messages, turns), before=before)
+    answered = Answered(chat, reply_spots(chat.messages, turns), before=before, drop_degenerate=drop_degenerate)
     if not answered.spots:
         answered.end(NO_PROMPT)
     elif any(spot < len(chat.messages) and calls_tools(chat.messages[spot]) for spot in answered.spots):
@@ -338,29 +230,36 @@ def reply_to_all(chats: Sequence[Answered], tokenizer: ChatTokenizer, generate: 
     Raises: ValueError for a template that cannot be used.
     """
     while asked := next_prompts(chats, tokenizer, form):
-        replies = generate([Prompt(_name(each, prompt), ids) for each, prompt, ids in asked])
+        replies = generate([Prompt(prompt_name(each, prompt), ids) for each, prompt, ids in asked])
         for (each, prompt, ids), reply in zip(asked, replies, strict=True):
-            _add(each, prompt, ids, reply, tokenizer)
+            add_reply(each, prompt, ids, reply, tokenizer)
     for each in chats:
-        left = len(each.spots) - len(each.replies)
-        each.counts += Counter(replies=len(each.replies), replies_left_out=left if each.replies else 0)
+        each.close()
 
 
-def _name(answered: Answered, prompt: Chat) -> str:
+def prompt_name(answered: Answered, prompt: Chat) -> str:
     """Return the name that decides a reply's random numbers, together with the seed."""
     again = f" {answered.before}" if answered.before else ""
     return f"{len(prompt.messages)}{again}\n{prompt.name}"
 
 
-def _add(answered: Answered, prompt: Chat, ids: list[int], reply: Reply, tokenizer: ChatTokenizer) -> None:
-    """Add a reply to its chat, or end the chat before it."""
+def add_reply(answered: Answered, prompt: Chat, ids: list[int], reply: Reply, tokenizer: ChatTokenizer) -> None:
+    """Add a reply to its chat, or end the chat before it. ids: of the prompt."""
     if reply.finish == CONTEXT and not reply.ids:
         answered.end(OVER_CONTEXT)
         return
+    number, text = len(prompt.messages), tokenizer.decode(reply.ids)
+    kind = kind_of(reply.ids, text, is_cut=reply.finish != STOP)
+    answered.counts[GENERATED] += 1
+    if kind is not None:
+        answered.counts[counter_of(kind)] += 1
+        answered.examples.append(f"{kind}, {example(f'{prompt.name}#{number}', text)}")
     if not tokenizer.special_ids.isdisjoint(reply.ids):
         answered.end(SPECIAL_TEXT)
         return
-    text = tokenizer.decode(reply.ids)
+    if answered.drop_degenerate and kind in DROPPED:
+        answered.end(DROPPED[kind])
+        return
     if not text.strip():
         answered.end(EMPTY_REPLY)
         return
@@ -369,7 +268,6 @@ def _add(answered: Answered, prompt: Chat, ids: list[int], reply: Reply, tokeniz
     if isinstance(content, RefusedChat):
         answered.end(content.reason)
         return
-    number = len(prompt.messages)
     answered.messages = [*prompt.messages, {"role": "assistant", "content": content}]
     answered.replies.append({"message": number, "tokens": len(own), "finish": reply.finish})
     row = {"id": f"{prompt.name}#{number}", "input_ids": [*ids, *own], "loss_mask": [0] * len(ids) + [1] * len(own)}
@@ -398,6 +296,17 @@ def _content(prompt: Chat, text: str, ids: list[int], tokenizer: ChatTokenizer) 
 # --- the file of replies ----------------------------------------------------------------------------------------------
 
 
+class Finished(NamedTuple):
+    """A chat that has ended."""
+
+    number: int
+    """From 0, in the order of the source."""
+    rows: Sequence[Mapping[str, Any]]
+    counts: Mapping[str, int]
+    examples: Sequence[str] = ()
+    """Its degenerate replies, to print."""
+
+
 class ReplyFile:
     """A file of replies that this process writes; `opened` creates it."""
 
@@ -409,26 +318,32 @@ class ReplyFile:
         """Counts over all finished chats."""
         self.done: set[int] = set()
         """Numbers of the finished chats."""
+        self._examples: dict[int, list[str]] = {}  # by number of the chat, of the first chats with some
         self._places: dict[int, int] = {}  # number of a chat -> where its line starts
         self._part: OutputFile | None = None
 
-    def append(self, chats: Sequence[tuple[int, Sequence[Mapping[str, Any]], Mapping[str, int]]]) -> None:
-        """Append finished chats, each with number, rows and counts; durable on return. Skips chats that are there.
+    def append(self, chats: Sequence[Finished]) -> None:
+        """Append finished chats; durable on return. Skips chats that are there.
 
         Raises: CacheError E512 if this process has lost its lease, as another one may append.
         """
         assert self._part is not None
         self._check_lease()
-        for number, rows, counts in chats:
+        for number, rows, counts, examples in chats:
             if number not in self.done:
                 self._places[number] = self._part.num_bytes
-                line = {"chat": number, "counts": dict(counts), "rows": list(rows)}
+                line: dict[str, Any] = {"chat": number, "counts": dict(counts), "rows": list(rows)}
+                if examples:
+                    line["examples"] = list(examples[:MOST_EXAMPLES])
                 self._part.write(json.dumps(line).encode() + b"\n")
-                self._count(number, counts)
+                self._count(number, counts, examples)
         self._part.sync()
 
-    def finish(self, counters: Mapping[str, int]) -> dict[str, Any]:
-        """Write the final file in the order of the chats; return its record. counters: inputs the source dropped."""
+    def finish(self, counters: Mapping[str, int], **more: Any) -> dict[str, Any]:
+        """Write the final file in the order of the chats; return its record.
+
+        counters: inputs the source dropped. more: fields of the record.
+        """
         assert self._part is not None
         self._check_lease()
         temporary = self.path.with_name(f".{self.path.name}.tmp")
@@ -441,7 +356,10 @@ class ReplyFile:
         file.sync()
         file.close()
         fileio.rename(temporary, self.path)
-        record = self._record(sha256=sha256_file(self.path), counts=dict(self.counts), dropped=dict(counters))
+        examples = [each for number in sorted(self._examples) for each in self._examples[number]][:MOST_EXAMPLES]
+        more |= {"degenerate": examples} if examples else {}
+        sha256 = sha256_file(self.path)
+        record = self._record(sha256=sha256, counts=dict(self.counts), dropped=dict(counters), **more)
         fileio.write_bytes(_beside(self.path, _RECORD), canonical_json(record))
         self._part.close()
         fileio.remove(self._part.path)
@@ -453,9 +371,13 @@ class ReplyFile:
     def _record(self, **more: Any) -> dict[str, Any]:
         return {"record_version": RECORD_VERSION, "settings": self._settings, **more}
 
-    def _count(self, number: int, counts: Mapping[str, int]) -> None:
+    def _count(self, number: int, counts: Mapping[str, int], examples: Sequence[str]) -> None:
         self.done.add(number)
         self.counts.update(counts)
+        if examples:
+            self._examples[number] = list(examples[:MOST_EXAMPLES])
+            if len(self._examples) > MOST_EXAMPLES:
+                del self._examples[max(self._examples)]
 
     def _start(self) -> dict[str, Any] | None:
         """Open the part file after its last whole line; return the record if everything is done already."""
@@ -502,6 +424,7 @@ class ReplyFile:
                         break
                     value = json.loads(line)
                     number, counts = value["chat"], {str(name): int(count) for name, count in value["counts"].items()}
+                    examples = [str(each) for each in value.get("examples", [])]
                     assert isinstance(number, int) and isinstance(value["rows"], list)
                 except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
                     if file.readline(1):
@@ -512,7 +435,7 @@ class ReplyFile:
                         ) from None
                     break
                 self._places[number] = keep
-                self._count(number, counts)
+                self._count(number, counts, examples)
                 keep += len(line)
         return keep
 

@@ -112,6 +112,19 @@ class HubRefusal(CodedError, ValueError, code="E602"):
     """The hub refuses a dataset or a model, or has something else under its name."""
 
 
+class ServerError(CodedError, ConnectionError, code="E613"):
+    """A server of a model cannot be reached, or did not answer in several attempts."""
+
+
+class ServerRefusal(CodedError, ValueError, code="E614"):
+    """A server of a model refuses a question, or answers with something else than asked."""
+
+    def __init__(self, *args: object, status: int | None = None) -> None:
+        """status: of HTTP; None for a broken answer."""
+        super().__init__(*args)
+        self.status = status
+
+
 class WorkerDied(CodedError, RuntimeError, code="E506"):
     """A worker process ended in the middle of its work."""
 

@@ -13,7 +13,7 @@ from support import chat_tokenizers as kinds
 from support.commands import Done, niels_gpt
 from support.disk import LEASES_DIR, lock_by_leases
 from support.eagle3_inputs import input_facts
-from support.eagle3_replies import END, appending, begun, replies_of, reply_file, speaker_of, without_target
+from support.eagle3_replies import END, appending, begun, finished, replies_of, reply_file, speaker_of, without_target
 from support.eagle3_replies import answered as answered_by
 from support.errors import refused
 from support.tiny_hub_models import write_model
@@ -349,10 +349,10 @@ def test_a_link_or_a_pipe_in_the_place_of_an_own_file_is_named_with_what_removes
 def test_a_run_that_lost_its_lease_appends_nothing(tmp_path):
     lock_by_leases(tmp_path)
     with refused("E512", "r.jsonl"), reply_file(tmp_path / "r.jsonl") as file:
-        file.append([(0, [{}], {})])
+        file.append([finished(0)])
         for lease in (tmp_path / LEASES_DIR).iterdir():  # as another machine does that takes over
             lease.unlink()
-        for act in (lambda: file.append([(1, [{}], {})]), lambda: file.finish({})):
+        for act in (lambda: file.append([finished(1)]), lambda: file.finish({})):
             with refused("E512", "r.jsonl"):
                 act()
     assert not (tmp_path / "r.jsonl").exists()

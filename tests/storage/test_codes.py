@@ -114,6 +114,8 @@ BASES = {
     "ForkedBuild": (RuntimeError, "E508"),
     "HubError": (ConnectionError, "E601"),
     "HubRefusal": (ValueError, "E602"),
+    "ServerError": (ConnectionError, "E613"),
+    "ServerRefusal": (ValueError, "E614"),
     "InTheWay": (FileExistsError, "E504"),
     "InputError": (ValueError, "E709"),
     "NoLength": (TypeError, "E109"),

@@ -4,7 +4,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from niels_gpt.eagle3.replies import Prompt, Reply, ReplyFile, Sampling, Speaker, opened, reply_to_all, started
+from niels_gpt.eagle3.replies import Finished, Prompt, Reply, ReplyFile, Sampling, opened, reply_to_all, started
+from niels_gpt.eagle3.speaker import Speaker
 from niels_gpt.recipes.eagle3 import respond
 
 END = 3
@@ -54,6 +55,11 @@ def reply_file(path):
     with opened(path, {}) as file:
         assert isinstance(file, ReplyFile)
         yield file
+
+
+def finished(number):
+    """A chat that has ended, with a row."""
+    return Finished(number, [{}], {})
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import torch
 
-from niels_gpt.eagle3.replies import _sampled
+from niels_gpt.eagle3.speaker import _sampled
 
 
 def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_uniform_number():

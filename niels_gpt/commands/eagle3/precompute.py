@@ -151,6 +151,9 @@ def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
     for what, counts in (("left out", prepared.plan.dropped), ("altered", prepared.plan.altered)):
         if counts:
             say(f"{what}: {', '.join(f'{reason} {number:,}' for reason, number in counts.items())}")
+    if (found := prepared.repeated) is not None and found.number:
+        share = found.number / max(1, found.total)
+        say(f"samples with a reply that ends in repetition: {found.number:,} ({share:.1%}), such as {found.example}")
     draft = f"draft vocabulary {manifest['draft_vocab_size']:,} of {manifest['target_vocab_size']:,}"
     if prepared.plan.is_native:
         layers = f"{manifest['aux_dtype']} of the blocks {', '.join(map(str, manifest['aux_layer_ids']))}"

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 KEYS = ("eagle3/draft_vocab", "eagle3/targets")
 """The caches, in the order in which they are built."""
-GROUPS = ("What", "Form of the cache", "How")
+GROUPS = ("What", "Form of the cache", "Server", "How")
 """The groups of flags in the help of the command."""
-_WHAT, _FORM, _HOW = GROUPS
+_WHAT, _FORM, _SERVER, _HOW = GROUPS
 _SETTINGS = {each.name: each for each in fields(Settings)}
 _NATIVE, _DENSE = ("native",), ("1", "2")
 """Forms of a cache."""
@@ -339,7 +339,29 @@ class RespondOptions(TargetOptions):
     temperature: float = _option(_HOW, "temperature of sampling; 0: no sampling", 0.0, type=float, metavar="X")
     top_p: float = _option(_HOW, "sample from the top tokens with this total probability", 1.0, type=float, metavar="X")
     seed: int = _option(_HOW, "seed of sampling", 0, type=int, metavar="N")
+    drop_degenerate: bool = _option(
+        _HOW, "end a chat before a reply that is cut, or that ends in a few tokens over and over", False
+    )
     batch_size: int = _option(_HOW, "chats that the target replies to at once", 8, least=1)
+
+    server: str | None = _option(
+        _SERVER,
+        "let a server reply, by the chat-completions API; --target-model then names its tokenizer, template and config "
+        "(default: load the target)",
+        metavar="URL",
+    )
+    model: str | None = _option(_SERVER, "the server's name of the target", metavar="NAME")
+    concurrency: int = _option(_SERVER, "chats that the server replies to at once", 32, least=1)
+    timeout: int = _option(_SERVER, "most seconds until an answer", 600, least=1)
+    api_key_env: str = _option(
+        _SERVER, "environment variable with the server's key, if it needs one", "OPENAI_API_KEY", metavar="VARIABLE"
+    )
+    server_ids: str = _option(
+        _SERVER,
+        "ask for the token ids that the target chose: auto, without them if the server refuses; require; never",
+        "auto",
+        choices=("auto", "require", "never"),
+    )
 
     @property
     def sampling(self) -> Sampling:
@@ -349,9 +371,21 @@ class RespondOptions(TargetOptions):
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.seed)
 
     def check(self) -> None:
-        """Check limits, choices and sampling. Raises: ValueError naming the flag."""
+        """Check limits, choices, sampling and server. Raises: ValueError naming the flag."""
         super().check()
         _ = self.sampling
+        if self.server is not None:
+            from niels_gpt.eagle3.server import chat_url
+
+            chat_url(self.server)
+            if self.model is None:
+                raise ValueError("--server: the server's name of the target is missing. Pass --model NAME")
+        local = {each.name for each in fields(TargetOptions) if each.metadata["group"] == _HOW} | {"batch_size"}
+        for each in fields(self):
+            applies = each.name not in local if self.server else each.metadata["group"] != _SERVER
+            if not applies and getattr(self, each.name) != each.default:
+                with_or_without = "where this machine runs the target" if self.server else "with --server URL"
+                raise ValueError(f"{flag_name(each.name)} applies only {with_or_without}: leave it out")
 
 
 def flag_name(name: str) -> str:

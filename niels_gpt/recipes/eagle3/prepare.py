@@ -25,7 +25,7 @@ from niels_gpt.recipes.eagle3.options import Options
 from niels_gpt.recipes.eagle3.request import KEY, Resolved, manifest_of, placement_of, run_facts, target_name
 from niels_gpt.recipes.records import cache_root
 from niels_gpt.settings import Settings
-from niels_gpt.signals import is_of_kept
+from niels_gpt.signals import Found, is_of_kept
 from niels_gpt.storage.checks import Verdict
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class Prepared:
     plan: TargetPlan
     shown: list[Row] = field(default_factory=list)
     """The first `options.show` samples."""
+    repeated: Found | None = None
+    """Samples with a reply that ends in repetition; None where the samples were read from a sidecar."""
 
 
 def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None = None) -> Prepared:
@@ -61,12 +63,14 @@ def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None 
     Raises: ValueError and CacheError for an input, a draft vocabulary or a plan that cannot be used.
     """
     from niels_gpt.chat.rows import NOT_DROPPED, ROWS
+    from niels_gpt.eagle3.degenerate import Repeated
     from niels_gpt.eagle3.format.plan import make_plan
     from niels_gpt.eagle3.format.samples import Samples
     from niels_gpt.recipes.eagle3.input import input_rows
 
     options, counters = resolved.options, Counter[str]()
     shown: list[Row] = []
+    repeated = Repeated()
     rows = input_rows(
         resolved.settings,
         options.input_data,
@@ -76,7 +80,10 @@ def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None 
         vocab_size=resolved.target.vocab_size,
         facts=resolved.source,
     )
-    samples = Samples.of_rows(_reported(islice(rows, options.limit), tokenized, shown, options.show))
+    rows = repeated.counted(islice(rows, options.limit))
+    samples = Samples.of_rows(_reported(rows, tokenized, shown, options.show))
+    if (found := repeated.found(len(samples))).is_above:
+        logger.warning("%s: %s", options.input_data, found, extra={"code": "W705"})
     selected = resolved.draft_vocab or _frequent_vocab(resolved, samples)
     altered = {reason: counters[reason] for reason in (*NOT_DROPPED, *filter(is_of_kept, counters))}
     not_dropped = {ROWS, *altered, *roles_counted(counters)}  # the roles are counted in unknown_role too
@@ -87,7 +94,7 @@ def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None 
         altered=altered,
         **resolved.known_fields,
     )
-    return Prepared(resolved, samples, plan, shown)
+    return Prepared(resolved, samples, plan, shown, found)
 
 
 def _frequent_vocab(resolved: Resolved, samples: Samples) -> list[int]:

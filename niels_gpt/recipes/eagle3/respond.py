@@ -3,15 +3,17 @@
     responder = resolve(options, settings)
     record = respond(responder)
 
-Decides the batches: CHATS chats are read at a time, chats with prompts of similar length form a batch, and a batch
+Here: CHATS chats are read at a time, chats with prompts of similar length form a batch, and a batch
 stays together until its last reply. So a resumed run has the batches, and gives the bytes, of a run without
-interruption.
+interruption. With --server each chat goes its own way, and nothing is known of how the server forms batches.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,12 +25,19 @@ from niels_gpt.storage.errors import InputError, TargetError
 
 if TYPE_CHECKING:
     from niels_gpt.chat.protocol import Chat
-    from niels_gpt.eagle3.replies import Answered, Prompt, Reply, Sampling, Speaker
+    from niels_gpt.eagle3.replies import Answered, Prompt, Reply, ReplyFile, Sampling
+    from niels_gpt.eagle3.server import Client
+    from niels_gpt.eagle3.speaker import Speaker
     from niels_gpt.work import Progress
+
+    _Answered = list[tuple[int, Answered]]
+
+logger = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")
 CHATS = 1024
 """Chats read at a time; batches are formed among them."""
+_NO_REASONS = ("generated", "degenerate_", "ids_of_", "other_token_count", "served: ")  # counters of other things
 
 
 @dataclass(frozen=True)
@@ -42,12 +51,18 @@ class Responder(Target):
     @property
     def record(self) -> dict[str, Any]:
         """Everything that decides the rows."""
-        chosen = {name: getattr(self.options, name) for name in ("limit", "turns", "form", "batch_size")}
+        options = self.options
+        chosen = {name: getattr(options, name) for name in ("limit", "turns", "form", "batch_size")}
+        if options.drop_degenerate:
+            chosen["drop_degenerate"] = True
         is_folder = self.target.revision is None  # which may lie elsewhere
         target = {name: value for name, value in asdict(self.target).items() if name != "name" or not is_folder}
         source = {name: value for name, value in self.source.items() if name != "input_data"}
         tokenizer = {name: getattr(self.tokenizer, name) for name in ("sha256", "template_sha256")}
         parts = {"target": target, "tokenizer": tokenizer, "source": source, "run": self.run}
+        if options.server is not None:  # its URL is no setting: the same model may move
+            parts["server"] = {"model": options.model, "ids": options.server_ids}
+            del parts["run"], chosen["batch_size"]
         if self.tokenizer.start is not None:
             parts["document_start"] = self.tokenizer.start.record
         return {**parts, "sampling": asdict(self.sampling), "stop_ids": list(self.stop_ids), **chosen}
@@ -76,7 +91,8 @@ def resolve(options: RespondOptions, settings: Settings) -> Responder:
     """
     from niels_gpt.eagle3.replies import recorded
 
-    found = Target.named(options, settings, (recorded(options.output) or {}).get("settings", {}))
+    before = (recorded(options.output) or {}).get("settings", {})
+    found = Target.named(options, settings, before, hash_weights=options.server is None)
     stop_ids = found["tokenizer"].turn_ends()
     if not stop_ids:
         raise TargetError(
@@ -86,35 +102,78 @@ def resolve(options: RespondOptions, settings: Settings) -> Responder:
     return Responder(**found, options=options, sampling=options.sampling, stop_ids=stop_ids)
 
 
-def respond(responder: Responder, *, progress: Progress | None = None) -> dict[str, Any]:
+def respond(responder: Responder, *, key: str | None = None, progress: Progress | None = None) -> dict[str, Any]:
     """Write the file of replies, or its missing rows; return its record.
 
-    progress: called with the tokens of replies, the finished chats, and None.
-    Raises: CacheError for a file that cannot be resumed (see replies.opened); the errors of load_target and
-        input_chats; ValueError if no chat has a reply.
+    key: of the server, if it needs one; it is shown and recorded nowhere. progress: called with the tokens of replies,
+        the finished chats, and None.
+    Raises: CacheError for a file that cannot be resumed (see replies.opened); the errors of load_target, input_chats
+        and server.replied; ValueError if no chat has a reply.
     """
-    from niels_gpt.eagle3.replies import ReplyFile, opened
-    from niels_gpt.eagle3.workers import torch_threads
+    from niels_gpt.eagle3.degenerate import of_replies
+    from niels_gpt.eagle3.replies import Finished, ReplyFile, opened
 
     options = responder.options
     with opened(options.output, responder.record) as file:
         if not isinstance(file, ReplyFile):
             return file
         dropped = Counter[str]()
-        speaker: Speaker | None = None
-        with torch_threads(responder.run["threads"]):
-            for batch in _batches(responder, dropped, file.done):
-                speaker = speaker or _load(responder)
-                _answer(responder, speaker, [answered for _, answered in batch])
-                file.append([(number, _rows(answered, options.form), answered.counts) for number, answered in batch])
+        client = None if options.server is None else client_of(responder, key)
+        what = (responder, file, dropped)
+        with closing(_by_target(*what) if client is None else _by_server(*what, client)) as answered:
+            for chats in answered:
+                file.append([Finished(at, _rows(each, options.form), each.counts, each.examples) for at, each in chats])
                 if progress is not None:
                     progress(file.counts["reply_tokens"], len(file.done), None)
         if not file.counts["replies"]:
-            reasons = ", ".join(f"{number:,} {reason}" for reason, number in (file.counts + dropped).items() if number)
+            counts = (file.counts + dropped).items()
+            reasons = ", ".join(f"{number:,} {name}" for name, number in counts if not name.startswith(_NO_REASONS))
             remedy = ". Take --form ids" if file.counts["not_prefix_stable"] else ""
             found = f"not one chat has a reply: {reasons or 'none read'}{remedy}"
             raise InputError(f"{options.input_data}: {found}")
-        return file.finish(dropped)
+        by = {} if client is None else {"server": {"url": client.url, "reproducible": False}}
+        record = file.finish(dropped, **by)
+    if (degenerate := of_replies(record["counts"], record.get("degenerate", []))).is_above:
+        logger.warning("%s: %s", options.output, degenerate, extra={"code": "W705"})
+    return record
+
+
+def _by_target(responder: Responder, file: ReplyFile, dropped: Counter[str]) -> Generator[_Answered]:
+    """Yield batches of chats, with their numbers, answered by the target."""
+    from niels_gpt.eagle3.workers import torch_threads
+
+    speaker: Speaker | None = None
+    with torch_threads(responder.run["threads"]):
+        for batch in _batches(responder, dropped, file.done):
+            speaker = speaker or _load(responder)
+            _answer(responder, speaker, [answered for _, answered in batch])
+            yield batch
+
+
+def _by_server(responder: Responder, file: ReplyFile, dropped: Counter[str], client: Client) -> Generator[_Answered]:
+    """Yield each chat, with its number, once the server has answered all of it."""
+    from niels_gpt.eagle3.server import Talk, replied
+
+    options, facts = responder.options, responder.target
+    chats = (
+        (number, _started(responder, *chat))
+        for number, chat in enumerate(_chats(responder, dropped))
+        if number not in file.done
+    )
+    how = (responder.stop_ids, responder.sampling, options.form, facts.max_positions)
+    talk, has_replies = Talk(client, responder.tokenizer, *how), file.counts["replies"] > 0
+    with closing(replied(chats, talk, at_once=options.concurrency, has_replies=has_replies)) as answered:
+        yield from ([chat] for chat in answered)
+
+
+def client_of(responder: Responder, key: str | None) -> Client:
+    """Return the client of --server; nothing is sent. Raises: ValueError for a key that no header can hold."""
+    from niels_gpt.eagle3.server import Client, chat_url
+
+    options = responder.options
+    assert options.server is not None and options.model is not None
+    url, ids = chat_url(options.server), options.server_ids
+    return Client(url, options.model, ids=ids, key=key, timeout_s=options.timeout)
 
 
 def tried(responder: Responder) -> Trial:
@@ -145,12 +204,19 @@ def _chats(responder: Responder, dropped: Counter[str]) -> Iterator[tuple[Chat, 
 
 def _first_prompts(responder: Responder, chats: Sequence[tuple[Chat, int]]) -> tuple[list[Answered], list[int]]:
     """Return the chats without replies, and the tokens of their first prompts; 0 for an ended chat."""
-    from niels_gpt.eagle3.replies import next_prompts, started
+    from niels_gpt.eagle3.replies import next_prompts
 
-    answered = [started(chat, responder.options.turns, before) for chat, before in chats]
+    answered = [_started(responder, *chat) for chat in chats]
     asked = next_prompts(answered, responder.tokenizer, responder.options.form)
     lengths = {id(each): len(ids) for each, _, ids in asked}
     return answered, [lengths.get(id(each), 0) for each in answered]
+
+
+def _started(responder: Responder, chat: Chat, before: int) -> Answered:
+    from niels_gpt.eagle3.replies import started
+
+    options = responder.options
+    return started(chat, options.turns, before, drop_degenerate=options.drop_degenerate)
 
 
 def _batches(responder: Responder, dropped: Counter[str], done: set[int]) -> Iterator[list[tuple[int, Answered]]]:
@@ -185,7 +251,7 @@ def _rows(answered: Answered, form: str) -> list[dict[str, Any]]:
 def _load(responder: Responder) -> Speaker:
     import torch
 
-    from niels_gpt.eagle3.replies import Speaker
+    from niels_gpt.eagle3.speaker import Speaker
     from niels_gpt.recipes.eagle3.prepare import open_target
 
     options, run = responder.options, responder.run
