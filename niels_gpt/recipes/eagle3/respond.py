@@ -3,7 +3,7 @@
     responder = resolve(options, settings)
     record = respond(responder)
 
-Here: CHATS chats are read at a time, chats with prompts of similar length form a batch, and a batch
+Here CHATS chats are read at a time, chats with prompts of similar length form a batch, and a batch
 stays together until its last reply. So a resumed run has the batches, and gives the bytes, of a run without
 interruption. With --server each chat goes its own way, and nothing is known of how the server forms batches.
 """
