@@ -257,9 +257,7 @@ def bench_bytes(arguments: argparse.Namespace, folder: Path) -> None:
     tokens, states = sum(map(len, masks)), States(WIDTH, [torch.bfloat16, torch.float8_e4m3fn])
     counts = row_counts(np.cumsum([0, *map(len, masks)]), np.concatenate(masks))
     loss = sum(int(mask.sum()) for mask in masks) / tokens
-    print(
-        f"by token: {len(masks)} chats, {tokens:,} tokens, {loss:.3f} of them with loss; H={HIDDEN:,}, D={DRAFT:,}"
-    )
+    print(f"by token: {len(masks)} chats, {tokens:,} tokens, {loss:.3f} of them with loss; H={HIDDEN:,}, D={DRAFT:,}")
     write_version_1(folder / "1", masks, states)
     ragged, padded = VERSION_1.slot_bytes * tokens, VERSION_1.row_bytes * len(masks)
     on_disk = disk_bytes(folder / "1")
