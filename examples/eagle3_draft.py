@@ -16,27 +16,34 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig, PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 Batch = dict[str, Tensor]
-Past = tuple[Tensor, ...]  # keys and values, [B, heads, P, 32] each
+Past = tuple[Tensor, ...]  # keys and values, [B, heads of keys, P, head size] each
 
 
 class Draft(nn.Module):
-    """The target's embeddings [V, H], frozen; one decoder layer; a head over the draft's tokens.
+    """The target's embeddings [V, H], frozen; one decoder layer of a Llama; a head over the draft's tokens.
 
-    selected: the target's id of each of the draft's, int64 [D].
+    Layer and names are those of SpecForge's LlamaForCausalLMEagle3, so that `save_draft` has only to store them.
+    config: see `draft_config`. selected: the target's id of each of the draft's, int64 [D]. layers: K, auxiliary ones.
     """
 
-    def __init__(self, embeddings: Tensor, selected: Tensor, layers: int = 3) -> None:
+    def __init__(self, config: LlamaConfig, embeddings: Tensor, selected: Tensor, layers: int = 3) -> None:
         super().__init__()
-        width, linear = embeddings.shape[1], partial(nn.Linear, bias=False)
-        self.heads, self.embed = width // 32, nn.Embedding.from_pretrained(embeddings.float())
-        self.fuse, self.norms = linear(layers * width, width), nn.ModuleList(nn.RMSNorm(width) for _ in range(4))
-        self.qkv, self.out = linear(2 * width, 3 * width), linear(width, width)
-        self.mlp = nn.Sequential(linear(width, 4 * width), nn.SiLU(), linear(4 * width, width))
-        self.head = linear(width, len(selected))
-        self.register_buffer("d2t", selected - torch.arange(len(selected)))  # as inference engines take it
+        self.config, width, linear = config, config.hidden_size, partial(nn.Linear, bias=False)
+        norm, size = partial(nn.RMSNorm, width, config.rms_norm_eps), config.head_dim
+        queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+        self.embed_tokens, self.fc = nn.Embedding.from_pretrained(embeddings.float()), linear(layers * width, width)
+        of_attention = {"q_proj": linear(2 * width, queries), "k_proj": linear(2 * width, keys)}
+        of_attention |= {"v_proj": linear(2 * width, keys), "o_proj": linear(queries, width)}
+        parts = {"self_attn": nn.ModuleDict(of_attention), "mlp": LlamaMLP(config)}
+        norms = {name: norm() for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+        self.midlayer, self.rotary = nn.ModuleDict(parts | norms), LlamaRotaryEmbedding(config)
+        self.norm, self.lm_head = norm(), linear(width, len(selected))
+        self.register_buffer("d2t", selected - torch.arange(len(selected)))
+        self.register_buffer("t2d", torch.zeros(len(embeddings), dtype=torch.bool).index_fill_(0, selected, True))
 
     def forward(
         self, ids: Tensor, hidden: Tensor, places: Tensor, past: Past | None, seen: Tensor | None
@@ -46,17 +53,21 @@ class Draft(nn.Module):
         ids [B, S], hidden [B, S, H], places [S]: of each slot. past: of earlier slots or steps. seen: which of these
         and of the new ones a slot attends to, bool [S, P + S]; None: all.
         """
-        both = torch.cat([self.norms[0](self.embed(ids)), self.norms[1](hidden)], dim=-1)
-        query, *now = self.qkv(both).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        now[0] = rotated(now[0], places)
-        past = tuple(now) if past is None else tuple(torch.cat(pair, dim=2) for pair in zip(past, now, strict=True))
-        mixed = functional.scaled_dot_product_attention(rotated(query, places), *past, seen)
-        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
-        return hidden + self.mlp(self.norms[2](hidden)), past
+        layer: Any = self.midlayer
+        attention = layer.self_attn
+        both = torch.cat([layer.input_layernorm(self.embed_tokens(ids)), layer.hidden_norm(hidden)], dim=-1)
+        projected = (part(both) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+        query, key, value = (x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for x in projected)
+        query, key = apply_rotary_pos_emb(query, key, *self.rotary(both, places[None]))
+        now = (key, value)
+        past = now if past is None else tuple(torch.cat(pair, dim=2) for pair in zip(past, now, strict=True))
+        mixed = functional.scaled_dot_product_attention(query, *past, seen, enable_gqa=True)
+        hidden = hidden + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden)), past
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits over the draft's tokens, [..., D]."""
-        return cast(Tensor, self.head(self.norms[3](hidden)))
+        return cast(Tensor, self.lm_head(self.norm(hidden)))
 
     def propose(self, aux: Tensor, ids: Tensor, past: Past | None, chain: int) -> tuple[Tensor, Past]:
         """Return `chain` of the target's ids, and the keys and values of all slots with the target's hidden states.
@@ -65,7 +76,7 @@ class Draft(nn.Module):
         """
         before, new = 0 if past is None else past[0].shape[2], len(ids)
         seen, places = torch.ones(new, before + new, dtype=torch.bool).tril(before), before + torch.arange(new)
-        hidden, kept = self(ids[None], self.fuse(aux.float())[None], places, past, seen)
+        hidden, kept = self(ids[None], self.fc(aux.float())[None], places, past, seen)
         found, past = [], kept
         for step in range(chain):
             if step:
@@ -75,12 +86,21 @@ class Draft(nn.Module):
         return torch.stack(found), kept
 
 
-def rotated(x: Tensor, places: Tensor) -> Tensor:
-    """Return queries or keys [B, heads, S, 32], turned by their places [S]."""
-    half = x.shape[-1] // 2
-    angles = places[:, None] * 10_000 ** (-torch.arange(half) / half)
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], dim=-1)
+def draft_config(target: PretrainedConfig) -> LlamaConfig:
+    """Return the config of a draft's layer: heads, widths and plain RoPE as the target's own config has them."""
+    of_text = cast(Any, target.get_text_config())
+    heads, rope = of_text.num_attention_heads, getattr(of_text, "rope_parameters", None) or {}
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+    return LlamaConfig(
+        **{name: getattr(of_text, name) for name in same},
+        num_hidden_layers=1,
+        num_key_value_heads=getattr(of_text, "num_key_value_heads", heads),
+        head_dim=getattr(of_text, "head_dim", None) or of_text.hidden_size // heads,
+        rms_norm_eps=getattr(of_text, "rms_norm_eps", 1e-6),
+        rope_parameters={"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 10_000))},
+        bos_token_id=of_text.bos_token_id,
+        eos_token_id=of_text.eos_token_id,
+    )
 
 
 def ttt_losses(draft: Draft, batch: Batch, steps: int) -> Tensor:
@@ -91,7 +111,7 @@ def ttt_losses(draft: Draft, batch: Batch, steps: int) -> Tensor:
     position, so the causal mask hides it from all that count.
     """
     ids, mask, probs = batch["input_ids"], batch["position_mask"], batch["target_probs"].float()
-    hidden, past, losses = draft.fuse(batch["aux_hidden_states"].float()), None, []
+    hidden, past, losses = draft.fc(batch["aux_hidden_states"].float()), None, []
     places, itself = torch.arange(ids.shape[1]), torch.eye(ids.shape[1], dtype=torch.bool)
     seen = torch.ones_like(itself).tril()
     for step in range(steps):

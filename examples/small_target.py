@@ -1,10 +1,11 @@
 """Train a small target for examples/train_eagle3_draft.py on short chats: docs/eagle3_draft.md shows it.
 
-    python examples/small_target.py run --source-root MIRROR
+    python examples/small_target.py run --source-root MIRROR --category classification --longest 250
 
 Writes run/target, a Llama of 4 layers with a tokenizer of the project, and the chats as files: train.jsonl, which the
 target has learned, and held_out.jsonl, 100 that neither it nor its tokenizer has seen. The chats are the first question
-and reply of dolly15k and oasst1 where both together have at most 400 characters. Equal runs give equal weights.
+and reply of dolly15k and oasst1 where both together are short; or those of one category of dolly15k, whose replies are
+easier to foresee. Equal runs give equal weights.
 """
 
 from __future__ import annotations
@@ -21,27 +22,31 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from niels_gpt.cache.formats import IGNORE_INDEX
 from niels_gpt.chat import Chat, open_tokenizer
 from niels_gpt.chat.rows import Row, chat_rows
+from niels_gpt.commands.console import with_progress
 from niels_gpt.data.dolly import iter_dolly_sft
 from niels_gpt.data.oasst1 import iter_oasst1_sft
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
 Messages = list[dict[str, str]]
-LONGEST, SEQ_LENGTH = 400, 160  # characters of a chat, tokens
+SEQ_LENGTH = 160  # tokens
 
 
-def short_chats(source_root: str) -> list[Messages]:
-    """Return the short chats in an order drawn from seed 0, each first question once."""
+def short_chats(source_root: str, longest: int, category: str | None) -> list[Messages]:
+    """Return the short chats in an order drawn from seed 0, each first question once.
+
+    longest: characters of question and reply. category: of dolly15k; None: all chats of both datasets.
+    """
     found: dict[str, Messages] = {}
-    samples = chain(iter_dolly_sft(source_root=source_root), iter_oasst1_sft(split="all", source_root=source_root))
-    for sample in samples:
+    dolly = iter_dolly_sft(source_root=source_root)
+    samples = (each for each in dolly if category in (None, each.meta["category"]))
+    for sample in chain(samples, [] if category else iter_oasst1_sft(split="all", source_root=source_root)):
         first = sample.messages[:2]
-        if sum(len(message.content) for message in first) <= LONGEST:
+        if sum(len(message.content) for message in first) <= longest:
             found.setdefault(first[0].content, [{"role": each.role, "content": each.content} for each in first])
     chats = [found[question] for question in sorted(found)]
     random.Random(0).shuffle(chats)
@@ -74,7 +79,8 @@ def main(argv: list[str] | None = None) -> None:
     """Train the tokenizer and the target; print the losses."""
     options = parse(argv)
     torch.manual_seed(0)
-    chats, folder = short_chats(options.source_root), options.out / "target"
+    chats = short_chats(options.source_root, options.longest, options.category)
+    folder = options.out / "target"
     held_out, train = chats[: options.held_out], chats[options.held_out :]
     options.out.mkdir(exist_ok=True)
     write_chats(options.out / "held_out.jsonl", held_out)
@@ -95,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total, pct_start=0.1)
     losses: list[float] = []
-    for ids in tqdm(batches(rows[0], options.batch_size, options.epochs), "target", total, disable=None):
+    for ids in with_progress(batches(rows[0], options.batch_size, options.epochs), "target", "updates", total):
         loss = loss_of(model, ids)
         optimizer.zero_grad()
         loss.backward()
@@ -135,6 +141,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     made.add_argument("out", type=Path, help="folder that receives the target and the chats")
     made.add_argument("--source-root", default="hub", help="where dolly15k and oasst1 are: hub, or a mirror's folder")
+    made.add_argument("--category", help="only the chats of this category of dolly15k, such as classification")
+    made.add_argument("--longest", type=int, default=400, metavar="N", help="characters of a chat")
     made.add_argument("--held-out", type=int, default=100, metavar="N", help="chats that are not trained on")
     made.add_argument("--vocab-size", type=int, default=2048, metavar="N", help="of the tokenizer")
     made.add_argument("--hidden", type=int, default=160, metavar="N", help="width, a multiple of 32")

@@ -3,9 +3,11 @@
     python examples/train_eagle3_draft.py run/target run/cache run/held_out.jsonl --out cache.png
     python examples/train_eagle3_draft.py run/target run/cache run/held_out.jsonl --online run/chats.jsonl
     python examples/train_eagle3_draft.py run/target run/cache run/held_out.jsonl --draft untrained
+    python examples/train_eagle3_draft.py run/target run/cache run/held_out.jsonl --save run/draft
 
-The draft, its training steps and the decoding are in eagle3_draft.py. Each draft is evaluated on chats that it was not
-trained on; for every chat the output is asserted to be the target's greedy output, token for token.
+The draft, its training steps and the decoding are in eagle3_draft.py; save_eagle3_draft.py saves it. Each draft is
+evaluated on chats that it was not trained on; for every chat the output is asserted to be the target's greedy output,
+token for token.
 
 Acceptance length: tokens for a pass of the target, the free one included, the pass over the prompt left out; from 1 to
 --chain + 1. Acceptance at a position of the chain: of the proposals there whose predecessors were all accepted, the
@@ -24,14 +26,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from eagle3_draft import Batch, Draft, greedy, speculate, ttt_losses
+from eagle3_draft import Batch, Draft, draft_config, greedy, speculate, ttt_losses
+from save_eagle3_draft import save_draft
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from niels_gpt.chat import open_tokenizer
 from niels_gpt.chat.rows import Row
+from niels_gpt.commands.console import with_progress
 from niels_gpt.display.pictures import check_matplotlib, check_png, new_figure, plain_axes, png
 from niels_gpt.eagle3.cache import build_cached_eagle3_dataloader, read_manifest, read_target_embeddings
 from niels_gpt.eagle3.forward import draft_distribution
@@ -60,7 +63,7 @@ def train(draft: Draft, batches: DataLoader[Any], options: argparse.Namespace) -
     weights = WEIGHT ** torch.arange(options.ttt_steps)
     curve: list[list[float]] = []
     for _ in range(options.epochs):
-        for batch in tqdm(batches, "training", disable=None):
+        for batch in with_progress(batches, "training", "updates", len(batches)):
             width = int(batch["attention_mask"].sum(1).max())  # samples of a cache are as wide as its longest
             losses = ttt_losses(draft, {name: part[:, :width] for name, part in batch.items()}, len(weights))
             optimizer.zero_grad()
@@ -77,7 +80,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Let the draft speculate on every chat; replies: those of `greedy`, which must come out."""
     passes: list[tuple[int, int]] = []
-    for prompt, reply in zip(prompts, tqdm(replies, "speculating", disable=None), strict=True):
+    shown = with_progress(replies, "speculating", "replies", len(replies))
+    for prompt, reply in zip(prompts, shown, strict=True):
         found, more = speculate(model, draft, prompt, options.new_tokens, options.layers, options.chain)
         assert found == reply, f"speculation gives {found}, the target alone {reply}"
         passes += more
@@ -121,6 +125,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--draft", choices=("trained", "untrained"), default="trained", help="untrained: evaluate it as it begins")
     add("--out", type=Path, default="draft.png", help="picture; the numbers are beside it, in .json")
     add("--beside", type=Path, nargs="*", default=[], metavar="JSON", help="numbers of other runs, drawn as well")
+    add("--save", type=Path, metavar="DIR", help="save the first seed's draft as the checkpoints that servers load")
     add("--seeds", type=int, nargs="+", default=[0], metavar="N", help="one draft each: weights and order")
     add("--epochs", type=int, default=2, metavar="N", help="over the samples")
     add("--batch-size", type=int, default=4, metavar="N", help="samples of an update")
@@ -140,11 +145,14 @@ def main(argv: list[str] | None = None) -> None:
     options.layers, selected = manifest["aux_layer_ids"], torch.tensor(manifest["selected_token_ids"])
     # float64: in float32, rounding depends on the tokens of a pass, and can decide between two tokens.
     model = load_target(options.target, revision=None, dtype=torch.float64, attention="sdpa", device="cpu")
+    if options.save and (options.save.exists() or len(options.layers) != 3):
+        sys.exit("train_eagle3_draft: --save takes a folder that does not exist, and a draft of three auxiliary layers")
     if max(options.layers) + 1 == model.config.num_hidden_layers:
         sys.exit("train_eagle3_draft: the last block's output is an auxiliary layer, and transformers shows it normed")
     rows = partial(input_rows, Settings(), tokenizer=tokenizer, seq_length=manifest["seq_length"], counters=Counter())
     prompts = [torch.from_numpy(row.input_ids[: row.loss_mask.argmax()]).long() for row in rows(options.held_out)]
-    replies = [greedy(model, prompt, options.new_tokens) for prompt in tqdm(prompts, "target alone", disable=None)]
+    shown = with_progress(prompts, "target alone", "replies", len(prompts))
+    replies = [greedy(model, prompt, options.new_tokens) for prompt in shown]
     batches: Any = build_cached_eagle3_dataloader(options.cache, options.batch_size, shuffle=True)
     if options.online:
         live = partial(live_batch, HFEagle3TargetModel(model, options.layers), selected)
@@ -152,11 +160,13 @@ def main(argv: list[str] | None = None) -> None:
     runs, numbers = cast("list[dict[str, Any]]", []), options.out.with_suffix(".json")
     for seed in options.seeds:
         torch.manual_seed(seed)
-        draft = Draft(read_target_embeddings(options.cache), selected, len(options.layers))
+        draft = Draft(draft_config(model.config), read_target_embeddings(options.cache), selected, len(options.layers))
         losses = [] if options.draft == "untrained" else train(draft, batches, options)
         runs.append({"seed": seed, **evaluate(model, draft, prompts, replies, options), "losses": losses})
         numbers.write_text(json.dumps(runs) + "\n")
         rates = " ".join(f"{rate:.3f}" for rate in runs[-1]["acceptance"])
+        if options.save and seed == options.seeds[0]:
+            save_draft(draft, options.save, options.target, options.layers, options.chain)
         print(f"seed {seed}: acceptance length {runs[-1]['acceptance_length']:.3f}, by position {rates}", flush=True)
     plot({path.stem: json.loads(path.read_text()) for path in [*options.beside, numbers]}, options.out)
 

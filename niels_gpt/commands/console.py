@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -32,6 +32,7 @@ from niels_gpt.storage.mounted import is_url
 from niels_gpt.work import Progress, interruptible, say_interrupted
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Item = TypeVar("_Item")
 
 ERRORS = (ValueError, OSError, ImportError)
 """Errors that a command reports as one line. CacheError is a ValueError, ConnectionError an OSError."""
@@ -513,6 +514,15 @@ def progress_bar(title: str, unit: str = "tok", items: str = "") -> Iterator[Pro
         yield bar.progress_lines(
             lambda line: print(f"{escaped(title)}: {line}", file=sys.stderr, flush=True), unit, items
         )
+
+
+def with_progress(items: Iterable[_Item], title: str, unit: str, total: int) -> Iterator[_Item]:
+    """Yield the items under a `progress_bar` that counts those that are done. total: how many there are."""
+    with progress_bar(title, unit) as progress:
+        progress(0, 0, total)
+        for done, item in enumerate(items, start=1):
+            yield item
+            progress(0, done, total)
 
 
 def as_json(value: object) -> str:

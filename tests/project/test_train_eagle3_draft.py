@@ -3,32 +3,21 @@
 import importlib
 import json
 import shutil
-import sys
 
 import pytest
 import torch
-from support import ROOT
-from support.commands import niels_gpt
+from support.draft_example import imported, small_run
 from support.real_text import sample_rows, tokenized
 
 from niels_gpt.chat import open_tokenizer
 from niels_gpt.eagle3.cache import build_cached_eagle3_dataloader, read_manifest, read_target_embeddings
-from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target, write_small_target
+from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target
 
 pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
 pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LAYERS, STEPS = [1, 3, 4], 3
-ANSWERS = ["The heron walks to the mill.", "It was windy that day, so the otter stayed.", "Why? Pebbles!"]
-
-
-def imported(name):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "examples")
-        yield importlib.import_module(name)
-        for each in ("eagle3_draft", "train_eagle3_draft", "small_target"):
-            patch.delitem(sys.modules, each, raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +32,7 @@ def parts():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny_tokenizer):
-    """A folder with a target of random weights, ten chats, and their caches in fp32."""
-    folder = tmp_path_factory.mktemp("run")
-    write_small_target(folder / "target", tiny_tokenizer)
-    chats = [[("user", f"Page {page}?"), ("assistant", ANSWERS[page % 3] * (1 + page % 2))] for page in range(10)]
-    turns = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
-    for name, count in (("chats", 10), ("held_out", 3)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in turns[-count:]))
-    what = f"--target-model {folder}/target --input-data {folder}/chats.jsonl --dtype fp32 --seq-length 48"
-    for name, form in (("cache", "1"), ("native", "native")):
-        how = f"--output-dir {folder}/{name} --format {form} --draft-vocab-size 200 --threads 1 --device cpu"
-        assert niels_gpt(*f"{what} {how}".split(), module="niels_gpt.eagle3.precompute").status == 0
-    return folder
+    return small_run(tmp_path_factory.mktemp("run"), tiny_tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +41,10 @@ def target(run):
 
 
 @pytest.fixture
-def draft(parts, run):
+def draft(parts, run, target):
     torch.manual_seed(0)
     selected = torch.tensor(read_manifest(run / "cache")["selected_token_ids"])
-    return parts.Draft(read_target_embeddings(run / "cache"), selected)
+    return parts.Draft(parts.draft_config(target.config), read_target_embeddings(run / "cache"), selected)
 
 
 def first_batch(run, size=4):
@@ -83,7 +61,7 @@ def test_each_step_of_training_is_a_proposal_at_inference(parts, run, draft):
             length = int(row["attention_mask"].sum())
             for slot in range(length):
                 seen = torch.ones(slot + 1, slot + 1, dtype=torch.bool).tril()
-                hidden = draft.fuse(row["aux_hidden_states"][: slot + 1])[None]
+                hidden = draft.fc(row["aux_hidden_states"][: slot + 1])[None]
                 hidden, past = draft(row["input_ids"][None, : slot + 1], hidden, torch.arange(slot + 1), None, seen)
                 for step in range(min(STEPS, length - slot)):
                     if step:
@@ -102,7 +80,7 @@ def test_a_slot_of_the_cache_is_the_same_slot_at_inference(parts, run, target, d
     samples, batch = [*sample_rows(run / "cache")], first_batch(run)
     seen = torch.ones(48, 48, dtype=torch.bool).tril()
     with torch.no_grad():
-        hidden, _ = draft(batch["input_ids"], draft.fuse(batch["aux_hidden_states"]), torch.arange(48), None, seen)
+        hidden, _ = draft(batch["input_ids"], draft.fc(batch["aux_hidden_states"]), torch.arange(48), None, seen)
         expected = draft.logits(hidden).argmax(-1)
         for index in range(4):
             ids = torch.tensor(samples[index][1]).long()

@@ -102,6 +102,59 @@ def specforge_write(folder, samples):
         store.put(sample, sample_id=f"data_{index:03d}", metadata={})
 
 
+def speculators_draft(folder, batch, steps):
+    """Return the logits of each step of test-time training, [B, S, D], and the config, of the class that it resolves.
+
+    batch: input_ids [B, S] and aux_hidden_states [B, S, K * H]. Its attention takes multiples of 128 slots.
+    """
+    import torch
+    from speculators.model import SpeculatorModel
+    from torch.nn.functional import pad
+
+    model, rows = SpeculatorModel.from_pretrained(folder).eval(), []
+    for ids, aux in zip(batch["input_ids"], batch["aux_hidden_states"], strict=True):
+        found, more = [], -len(ids) % 128
+        hook = model.lm_head.register_forward_hook(lambda _module, _inputs, out, to=found: to.append(out[0]))
+        documents = pad(torch.zeros_like(ids), (0, more), value=-1)
+        with torch.no_grad():
+            model(pad(aux, (0, 0, 0, more))[None], pad(ids, (0, more))[None], documents[None], ttt_steps=steps)
+        hook.remove()
+        rows.append(torch.stack(found)[:, : len(ids)])
+    return torch.stack(rows, dim=1), {"class": type(model).__name__, **model.config.to_dict()}
+
+
+def speculators_saves(folder, again):
+    """Load a draft and save it again."""
+    from speculators.model import SpeculatorModel
+
+    SpeculatorModel.from_pretrained(folder).save_pretrained(again)
+
+
+def specforge_draft(folder, batch, steps):
+    """Return the same of SpecForge's class, made and filled as its exporter does; padding follows all tokens.
+
+    Its `from_pretrained` is for transformers 5.8.1: later ones leave the tables of its rotary embedding empty.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    torch._dynamo.config.disable = True  # it compiles at import, which would take a minute
+    from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
+
+    model = AutoDraftModel.from_config(AutoDraftModelConfig.from_file(f"{folder}/config.json")).eval()
+    model.load_state_dict(load_file(f"{folder}/model.safetensors"))  # strict: these names, none less, none more
+    ids, found, earlier = batch["input_ids"], [], [[], []]
+    with torch.no_grad():
+        hidden = model.project_hidden_states(batch["aux_hidden_states"])
+        mask = model.prepare_decoder_attention_mask(torch.ones_like(ids).bool(), hidden, *ids.shape, 0)
+        for _ in range(steps):
+            places = torch.arange(ids.shape[1])[None]
+            hidden = model.backbone(model.embed_input_ids(ids), hidden, earlier, mask, places)
+            found.append(model.compute_logits(hidden))
+            ids = torch.nn.functional.pad(ids[:, 1:], (0, 1))
+    return torch.stack(found), {"class": type(model).__name__, **model.config.to_dict()}
+
+
 def serve(functions):
     """Answer requests until stdin ends; whatever libraries print goes to stderr."""
     import os
