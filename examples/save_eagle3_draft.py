@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from eagle3_draft import Draft
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -58,11 +58,11 @@ def save_draft(draft: Draft, out: Path, target: str, layers: Sequence[int], chai
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in weights.items()}
     if layer["vocab_size"] == common["draft_vocab_size"]:  # speculators has no such tensors then
         renamed = {name: tensor for name, tensor in renamed.items() if name not in ("d2t", "t2d")}
-    with fresh_folder(out) as work:  # synced and renamed at the end
+    with fresh_folder(out) as work:  # renamed at the end
         for name, config, tensors in (("speculators", spec, renamed), ("specforge", forge, weights)):
             (work / name).mkdir()
             write_bytes(work / name / "config.json", canonical_json(config))
-            save_file(tensors, work / name / "model.safetensors", metadata={"format": "pt"})
+            write_bytes(work / name / "model.safetensors", save(tensors, metadata={"format": "pt"}))
 
 
 def of_speculators(target: str, of_target: Any, chain: int) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import sys
 import pytest
 from support.commands import every_command, niels_gpt
 
-from niels_gpt.display import tables
+from niels_gpt.commands.console import with_progress
+from niels_gpt.display import bar, tables
 
 ROLLOUTS = '{"prompt_ids": [1, 2, 3], "completions": [[4, 5], [4, 6], [7]]}\n'
 COMMAND = re.compile(r"\s*(next: |read it: |Install \w.*: )?(niels-gpt|pip install|python -m|eval) ")
@@ -152,3 +153,11 @@ with progress_bar("notes", "B") as progress:
     assert process.returncode == 0
     screen = [line.rsplit("\r", 1)[-1] for line in drawn.decode().replace("\r\n", "\n").split("\n")]
     assert [line for line in screen if "line" in line] == [f"line {number}" for number in range(1, 5)]
+
+
+def test_a_log_shows_how_far_a_loop_is(monkeypatch, capsys):
+    monkeypatch.setattr(bar, "LINE_EVERY_S", 0.0)
+    assert [*with_progress("abc", "training", "updates", 3)] == ["a", "b", "c"]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("training: 0 updates of 3, 0%")
+    assert lines[-1].startswith("training: 3 updates of 3, 100%")

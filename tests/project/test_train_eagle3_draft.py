@@ -2,10 +2,14 @@
 
 import importlib
 import json
+import re
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from support import ROOT
+from support.documents import Page
 from support.draft_example import imported, small_run
 from support.real_text import sample_rows, tokenized
 
@@ -175,6 +179,40 @@ def test_the_last_block_is_refused_as_an_auxiliary_layer(example, run, tmp_path)
     (cache / "manifest.json").write_text(json.dumps({**manifest, "aux_layer_ids": [1, 3, 7]}))
     with pytest.raises(SystemExit, match="the last block"):
         example.main([str(run / "target"), str(cache), str(run / "chats.jsonl"), "--out", str(tmp_path / "x.png")])
+
+
+SMALLER = {
+    "--source-root MIRROR --category classification --longest 250": "--source-root sample --held-out 5",
+    "--hidden 96 --epochs 20": "--hidden 32 --epochs 1",
+    "--limit 900": "--limit 12",
+    "--max-new-tokens 64": "--max-new-tokens 16",
+    "--draft-vocab-size 256": "--draft-vocab-size 200",
+    "--seeds 0 1 2": "--seeds 0 --new-tokens 12",
+    "head -n 900": "head -n 12",
+}
+"""Of the page's options, those that make it take an hour."""
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run_from_a_target_to_a_draft_on_the_disk(parts, tmp_path):
+    text = (ROOT / "docs" / "eagle3_draft.md").read_text(encoding="utf-8")
+    for before, after in SMALLER.items():
+        assert before in text
+        text = text.replace(before, after)
+    text = re.sub(r"^<!-- not run: takes [^\n]+-->\n", "", text, flags=re.MULTILINE)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    page = Page(text, tmp_path)
+    page.run()  # an AssertionError where a command fails
+    trained = text.count("$ python examples/train_eagle3_draft.py")
+    lengths = [float(found) for found in re.findall(r"^seed 0: acceptance length (\S+),", page.rewritten, re.MULTILINE)]
+    assert len(lengths) == trained == 7 and all(1 <= length <= 5 for length in lengths)
+    assert page.rewritten.rstrip().count("nats a token") == 1  # the target's held-out loss
+    numbers = sorted(path.stem for path in (tmp_path / "run").glob("*.json"))
+    assert numbers == ["live", "native_bf16", "native_fp8", "off_policy", "top_2", "untrained", "version_1"]
+    saved = load_file(tmp_path / "run" / "draft" / "specforge" / "model.safetensors")
+    config = parts.draft_config(parts.PretrainedConfig.from_pretrained(tmp_path / "run" / "target"))
+    read = parts.Draft(config, saved["embed_tokens.weight"], saved["d2t"] + torch.arange(200))
+    read.load_state_dict(saved)  # strict: the names of the example are SpecForge's
 
 
 @pytest.mark.slow  # transformers and a tokenizer's training
