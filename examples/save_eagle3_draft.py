@@ -38,26 +38,11 @@ def save_draft(draft: Draft, out: Path, target: str, layers: Sequence[int], chai
     layer = {**draft.config.to_dict(), "dtype": str(dtype).removeprefix("torch."), "tie_word_embeddings": False}
     layer["rope_theta"] = layer["rope_parameters"]["rope_theta"]  # where readers of transformers 4 look
     common = {"draft_vocab_size": len(weights["d2t"]), "dtype": layer["dtype"], "tie_word_embeddings": False}
-    forge = {
-        **layer,
-        **common,
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "target_hidden_size": layer["hidden_size"],
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True},
-    }
-    spec = {
-        **common,
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "speculators_config": of_speculators(target, of_target, chain),
-        "transformer_layer_config": layer,
-        "eagle_aux_hidden_state_layer_ids": [block + 1 for block in layers],
-        **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False),
-    }
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in weights.items()}
     if layer["vocab_size"] == common["draft_vocab_size"]:  # speculators has no such tensors then
         renamed = {name: tensor for name, tensor in renamed.items() if name not in ("d2t", "t2d")}
+    spec = {**common, **of_speculators(target, of_target, layers, chain), "transformer_layer_config": layer}
+    forge = {**layer, **common, **of_specforge(layer["hidden_size"], layers)}
     with fresh_folder(out) as work:  # renamed at the end
         for name, config, tensors in (("speculators", spec, renamed), ("specforge", forge, weights)):
             (work / name).mkdir()
@@ -65,14 +50,30 @@ def save_draft(draft: Draft, out: Path, target: str, layers: Sequence[int], chai
             write_bytes(work / name / "model.safetensors", save(tensors, metadata={"format": "pt"}))
 
 
-def of_speculators(target: str, of_target: Any, chain: int) -> dict[str, Any]:
-    """Return what speculators' config states beside the draft: greedy proposals, and the target by its place or id."""
+def of_speculators(target: str, of_target: Any, layers: Sequence[int], chain: int) -> dict[str, Any]:
+    """Return what speculators' config states beside the layer: the target by its place or id, and greedy proposals."""
     place = str(Path(target).resolve()) if Path(target).is_dir() else target
     return {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": chain}],
-        "verifier": {"name_or_path": place, "architectures": of_target.architectures or []},
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": chain}],
+            "verifier": {"name_or_path": place, "architectures": of_target.architectures or []},
+        },
+        "eagle_aux_hidden_state_layer_ids": [block + 1 for block in layers],
+        **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False),
+    }
+
+
+def of_specforge(hidden_size: int, layers: Sequence[int]) -> dict[str, Any]:
+    """Return what SpecForge's config states beside the layer; SGLang adds 1 to each number of a block itself."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "target_hidden_size": hidden_size,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True},
     }
 
 

@@ -47,6 +47,8 @@ def test_every_flag_named_in_a_document_exists():
         "--output-path",
         "--max-length",
     }
+    of_servers |= {"--model-path", "--speculative-config", "--speculative-algorithm", "--speculative-draft-model-path"}
+    of_servers |= {"--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens"}
     of_servers |= {"--tp-size", "--enable-aux-hidden-states", "--aux-hidden-states-layers"}
     scripts = [path for folder in ("benchmarks", "examples", "tools") for path in (ROOT / folder).glob("*.py")]
     written = "".join(path.read_text(encoding="utf-8") for path in scripts)
