@@ -50,6 +50,7 @@ from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.forward import DenseForward, NativeForward
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import build_native_dataloader
+from niels_gpt.eagle3.placement import Placement
 from niels_gpt.prefix_tree.attention import Backend, block_mask, dense_mask, model_inputs
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, folded_cross_entropy, sample_logprobs
 from niels_gpt.prefix_tree.forest import PrefixForest
@@ -457,6 +458,40 @@ def check_precompute(run: Run) -> None:
                 compare_loaders(run, f"{form}, {dtype}: ", cache)
 
 
+def check_tensor_parallel(run: Run) -> None:
+    """Caches of a target on two GPUs: equal bytes in two runs, and numbers near those of one GPU."""
+    if run.on_gpu and torch.cuda.device_count() < 2:
+        run.add("two ranks", "skipped", why=f"torch finds {torch.cuda.device_count()} GPU, and two ranks take two")
+        return
+    vocab, hidden = 640, 128
+    sizes = {"hidden_size": hidden, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 2}
+    llama("cpu", torch.float32, vocab_size=vocab, **sizes).save_pretrained(run.folder / "target")
+    rows = [Sample(number, 64, vocab) for number in range(12)]
+
+    def made(form: str, name: str, ranks: int) -> Path:
+        given = settings_of(form, run.device, hidden, 64, vocab)
+        given["run"] |= {"tensor_parallel": ranks} if ranks > 1 else {}
+        load = partial(load_ranks, folder=str(run.folder / "target"), ranks=ranks)
+        make_target_cache(run.folder / form / name, rows, load, **given)
+        return run.folder / form / name
+
+    for form in ("native",) if run.quick else ("native", "version 1"):
+        one, two, again = (made(form, name, ranks) for name, ranks in (("one", 1), ("two", 2), ("again", 2)))
+        run.equal(f"{form}: bytes of two runs", [sums_of(two)], [sums_of(again)])
+        pairs = list(zip(CachedEagle3Dataset(two), CachedEagle3Dataset(one), strict=True))
+        run.equal(f"{form}: ids", [a["input_ids"] for a, _ in pairs], [b["input_ids"] for _, b in pairs])
+        states = (torch.cat([pair[side]["aux_hidden_states"].flatten().float() for pair in pairs]) for side in (0, 1))
+        run.near(f"{form}: aux_hidden_states", *states, NEAR[torch.bfloat16])
+
+
+def load_ranks(device: torch.device, *, folder: str, ranks: int) -> Any:
+    """Load a rank's part of a target; called in its process."""
+    from niels_gpt.eagle3.target import load_target
+
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "attention": "sdpa", "placement": Placement(tensor_parallel=ranks)}
+    return load_target(folder, revision=None, device=device, **how)
+
+
 def compare_loaders(run: Run, title: str, cache: Path) -> None:
     """Compare batches whose distributions the device made with those of the CPU."""
     found, expected = (
@@ -750,6 +785,7 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "torchtitan": check_torchtitan,
     "speculators": check_speculators,
     "precompute": check_precompute,
+    "tensor_parallel": check_tensor_parallel,
     "speed_prefetch": speed_prefetch,
     "speed_head": speed_head,
     "speed_step": speed_step,

@@ -19,6 +19,7 @@ resume.py        decides whether a rerun may continue a folder, and which shards
 partitions.py    locks the partitions of one folder, and compares the code of the machines that build them
 shard_units.py   shards as units of niels_gpt/engine/units.py
 workers.py       runs the target in this process or in several, and hands out the shards
+tensor_parallel.py  splits one copy of the target over several processes, which run in lockstep
 forward.py       runs one batch through the target and makes the stored fields of each form
 totals.py        counts a cache: the content of its meta.json
 disk.py          estimates the size of a cache and checks that it fits on the disk

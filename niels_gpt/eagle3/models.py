@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from niels_gpt.eagle3.format.layout import WITHOUT_HOLES, refuse_sparse
 from niels_gpt.eagle3.format.torch_files import refuse_odd_archive
 from niels_gpt.eagle3.placement import METHOD, Placement, compute_in, refuse_other_modules
+from niels_gpt.eagle3.tensor_parallel import distributed_config
 from niels_gpt.hub.models import CONFIG, hub_file, hub_weights, is_local, refuse_large, shards_of
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import NotFound, TargetError, errors_as
@@ -145,6 +146,12 @@ def checkpoint_quantization(name: str, revision: str | None) -> str | None:
     return text if METHOD.fullmatch(text) else "unknown"
 
 
+def refuse_other_ranks(name: str, revision: str | None, ranks: int) -> None:
+    """Raise TargetError (E705) if a target cannot be split over `ranks` processes; see `distributed_config`."""
+    if ranks > 1 and (empty := _without_weights(_of_config(name, revision)[1])) is not None:
+        distributed_config(name, empty, ranks)
+
+
 def load_target(
     name: str,
     *,
@@ -170,11 +177,14 @@ def load_target(
     if facts.revision is not None:
         folder = hub_weights(name, facts.revision)
     files = _weight_files(folder)
+    how = placement.arguments(torch.device(device), dtype)
     empty = _without_weights(config)
     if empty is not None:
         _refuse_more_weights(folder, config, empty, sum(path.stat().st_size for path in files))
         refuse_other_modules(placement.device_map, empty, name)
-    how = placement.arguments(torch.device(device), dtype)
+        if placement.tensor_parallel > 1:
+            del how["device_map"]  # transformers takes the rank's own device
+            how["distributed_config"] = distributed_config(name, empty, placement.tensor_parallel)
     model, found = _from_pretrained(name, folder, config, attention, how)
     wrong = {"missing": found["missing_keys"], "of another shape": {key for key, *_ in found["mismatched_keys"]}}
     for what, keys in wrong.items():

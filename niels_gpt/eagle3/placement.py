@@ -65,6 +65,8 @@ class Placement:
     load_dtype: str | None = None
     """Dtype in which the weights of the blocks stay in memory; a block is cast to the compute dtype as it runs. None:
     the compute dtype."""
+    tensor_parallel: int = 1
+    """Processes that hold a copy together, each a part of the blocks' matrices; see eagle3/tensor_parallel.py."""
 
     def arguments(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         """Return the keywords of transformers' from_pretrained for a target that runs on `device` in `dtype`.

@@ -4,7 +4,8 @@ The first process loads the target and tries it on a few tokens before anything 
 one shard after another: it runs the target over each planned batch, and a thread writes the outputs while the next
 batch is computed. A shard is finished when its last batch is written, and then its receipt, which holds sums over its
 batches. The number of workers never changes the bytes. A failed worker stops all others; finished shards stay. A worker
-process ends with its parent.
+process ends with its parent. With tensor parallelism a worker is a group of processes, which hold one target together;
+the first of them asks for shards.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +41,7 @@ from niels_gpt.eagle3.forward import (
 )
 from niels_gpt.eagle3.head import TargetHead, embeddings_of
 from niels_gpt.eagle3.target import HFEagle3TargetModel, capture
+from niels_gpt.eagle3.tensor_parallel import Rank, follow, join_ranks, lead, leave, new_ranks, refuse_few_gpus
 from niels_gpt.eagle3.totals import ENOUGH, Counts
 from niels_gpt.storage.errors import CacheError, TargetError, WorkerDied
 from niels_gpt.work import sigint_blocked
@@ -55,6 +58,7 @@ Check = Callable[[], object]
 """Raises CacheError if this run has lost its lease, as another one may be building the same shards."""
 _AHEAD = 2  # batches given to the writer: one that is being written, and one that waits
 _PATIENCE_S = 10.0
+_MOMENT_S = 0.5  # in which a process that takes others along has ended
 _TRIED_TOKENS = 8
 
 
@@ -72,10 +76,17 @@ class Workers:
     """The target in this process or in several. Leaving the block ends the processes."""
 
     def __init__(self, plan: TargetPlan, samples: Samples, load: Load, number: int, *, start: str) -> None:
-        """number: of processes; 1: this one. start: how processes are started: spawn or fork."""
+        """number: of copies of the target; 1: this process has it, unless the plan's run has `tensor_parallel`.
+
+        start: how processes are started: spawn or fork.
+        Raises: TargetError (E705) if the copies need more GPUs than there are.
+        """
         self._plan, self._samples, self._load, self._number, self._start = plan, samples, load, number, start
+        self._ranks: int = plan.run.get("tensor_parallel", 1)
+        refuse_few_gpus(plan.run["device"], self._ranks, number)
         self._model: Any = None
         self._running: dict[Connection, Any] = {}
+        self._leading: list[Connection] = []
 
     def __enter__(self) -> Self:
         return self
@@ -98,12 +109,9 @@ class Workers:
             plan's; NonFiniteError; RuntimeError (E506) if the process died.
         """
         name, ids = self._samples.source_ids[0], self._samples.row(0)[0][:_TRIED_TOKENS].astype("int64")
-        if self._number > 1:
-            end = self._started(0, Job("", self._plan, False), (name, ids))
-            with _noticing_death(self._running[end]):
-                what, found = end.recv()
-            if what == "failed":
-                raise found
+        if not self._is_alone:
+            self._begin(0, Job("", self._plan, False), (name, ids))
+            _, (_, found) = next(self._messages(list(self._running)))
             return found  # type: ignore[no-any-return]
         device = _device(self._plan, 0)
         with torch_threads(self._plan.run["threads"]):
@@ -117,48 +125,82 @@ class Workers:
         Raises: NonFiniteError; OSError; the errors of `check` and of the load; CacheError (E709) once `ENOUGH`
             supervised slots have no position; RuntimeError (E506) if a process died. An unfinished shard is removed.
         """
-        if self._number == 1:
+        if self._is_alone:
             with torch_threads(job.plan.run["threads"]):
                 device = _device(job.plan, 0)
                 model, self._model = self._load(device) if self._model is None else self._model, None
                 _make(job, model, device, self._samples, shards, written, check)
             return
-        for end, process in self._running.items():  # the one that has tried the target
-            with _noticing_death(process):
+        for end in self._leading:  # the one that has tried the target
+            with _noticing_death(self._running[end]):
                 end.send(job)
-        for number in range(len(self._running), min(self._number, max(1, len(shards)))):
-            self._started(number, job._replace(weights=job.weights and not number), None)
+        for number in range(len(self._leading), min(self._number, max(1, len(shards)))):
+            self._begin(number, job._replace(weights=job.weights and not number), None)
         self._serve(iter(shards), written, check)
 
-    def _started(self, number: int, job: Job, tried: tuple[str, Any] | None) -> Connection:
-        context = multiprocessing.get_context(self._start)
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(job, self._load, number, tried, theirs), daemon=True)  # type: ignore[attr-defined]
-        with sigint_blocked():
-            process.start()
-        theirs.close()
-        self._running[ours] = process
-        return ours
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this process runs the target."""
+        return self._number == self._ranks == 1
 
-    def _serve(self, shards: Iterator[int], written: Written, check: Check) -> None:
-        """Hand out shards and check the lease for the processes until all of them have ended."""
-        open_ends = list(self._running)
+    def _begin(self, number: int, job: Job, tried: tuple[str, Any] | None) -> None:
+        """Start the process of a worker, or its processes."""
+        context = multiprocessing.get_context(self._start)
+        ranks = new_ranks(context, self._ranks) if self._ranks > 1 else [None]
+        for place, rank in enumerate(ranks, number * self._ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(job, self._load, place, rank, tried, theirs), daemon=True)  # type: ignore[attr-defined]
+            with sigint_blocked():
+                process.start()
+            self._running[ours] = process
+            self._leading += [ours] if rank is None or rank.number == 0 else []
+            for end in (theirs, *(rank.ends if rank else ())):
+                end.close()
+
+    def _messages(self, open_ends: list[Connection]) -> Iterator[tuple[Connection, list[Any]]]:
+        """Yield the processes' messages, each with its end, until all of `open_ends` have ended, which changes it.
+
+        Raises: the error of a process that failed; RuntimeError (E506) if one died.
+        """
         while open_ends:
             for end in connection.wait(open_ends):
                 assert isinstance(end, Connection)
                 with _noticing_death(self._running[end]):
                     what, *about = end.recv()
-                if what == "check":
-                    check()
-                elif what == "written":
-                    written(*about)
-                elif what == "failed":
-                    raise about[0]
-                elif what == "ended":
+                if what == "failed":
+                    raise self._first_error(end, about[0], about[1], open_ends)
+                if what == "ended":
                     open_ends.remove(end)
-                    continue
-                with _noticing_death(self._running[end]):
-                    end.send(next(shards, None) if what == "next" else None)
+                else:
+                    yield end, [what, *about]
+
+    def _first_error(
+        self, end: Connection, error: BaseException, when: float, open_ends: list[Connection]
+    ) -> BaseException:
+        """Return why a worker failed: the death of a rank takes the others along, and then the first error.
+
+        error, when: of the process at `end`.
+        """
+        ends, errors = list(self._running), [(when, error)]
+        first = ends.index(end) // self._ranks * self._ranks
+        for other in {*ends[first : first + self._ranks]} & {*open_ends} - {end}:
+            self._running[other].join(_MOMENT_S)
+            what = ""
+            with _noticing_death(self._running[other]):
+                while what not in ("failed", "ended") and other.poll():
+                    what, *about = other.recv()
+                    errors += [(about[1], about[0])] if what == "failed" else []
+        return min(errors, key=lambda each: each[0])[1]
+
+    def _serve(self, shards: Iterator[int], written: Written, check: Check) -> None:
+        """Hand out shards and check the lease for the processes until all of them have ended."""
+        for end, (what, *about) in self._messages(list(self._running)):
+            if what == "check":
+                check()
+            elif what == "written":
+                written(*about)
+            with _noticing_death(self._running[end]):
+                end.send(next(shards, None) if what == "next" else None)
 
 
 @contextmanager
@@ -180,16 +222,28 @@ def _noticing_death(process: Any) -> Iterator[None]:
 # --- in a worker process ----------------------------------------------------------------------------------------------
 
 
-def _work(job: Job, load: Load, number: int, tried: tuple[str, Any] | None, parent: Connection) -> None:
-    """Load the target and do a job. tried: name and tokens of a sample to try it on first.
+def _work(
+    job: Job, load: Load, place: int, rank: Rank | None, tried: tuple[str, Any] | None, parent: Connection
+) -> None:
+    """Load the target and do a job, or follow the rank that does.
 
-    With `tried`, the job arrives from the parent afterwards.
+    place: number of this process among all. rank: in a group that holds one target. tried: name and tokens of a sample
+        to try it on first; then the job arrives from the parent afterwards.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    ask, device = _asking(parent), _device(job.plan, number)
+    ask, device = _asking(parent), _device(job.plan, place)
     try:
         torch.set_num_threads(job.plan.run["threads"])
+        if rank is not None:
+            join_ranks(rank, device)
         model = load(device)
+        if rank is not None and rank.number:
+            follow(model, rank, device)
+            leave(rank)
+            parent.send(("ended",))
+            return
+        if rank is not None:
+            lead(model, rank)
         if tried is not None:
             name, ids = tried
             parent.send(("tried", try_target(job.plan, name, torch.from_numpy(ids)[None].to(device), model)))
@@ -197,10 +251,13 @@ def _work(job: Job, load: Load, number: int, tried: tuple[str, Any] | None, pare
         samples = Samples.open(os.path.join(job.cache_dir, SIDECAR))
         shards, written = iter(partial(ask, "next"), None), partial(ask, "written")
         _make(job, model, device, samples, shards, written, partial(ask, "check"))
+        if rank is not None:
+            leave(rank)
         parent.send(("ended",))
     except BaseException as error:
-        logger.debug("worker %d failed", number, exc_info=True)
-        parent.send(("failed", _sendable(error)))
+        when = time.monotonic()
+        logger.debug("worker %d failed", place, exc_info=True)
+        parent.send(("failed", _sendable(error), when))
 
 
 def _asking(parent: Connection) -> Callable[..., Any]:
@@ -302,10 +359,10 @@ def _make(
     make_shards(job, forward, shards, written, check)
 
 
-def _device(plan: TargetPlan, number: int) -> torch.device:
+def _device(plan: TargetPlan, place: int) -> torch.device:
     if plan.run["device"] != "cuda":
         return torch.device(plan.run["device"])
-    return torch.device("cuda", number % torch.cuda.device_count())
+    return torch.device("cuda", place % torch.cuda.device_count())
 
 
 @contextmanager

@@ -100,8 +100,9 @@ class Gone(multiprocessing.context.ForkProcess):
             self.join()
 
 
-def gone(job, load, number, tried, parent):
+def gone(*args):
     """Ask for a shard and be gone before it is given."""
+    *_, parent = args
     parent.send(("next",))
     parent.close()
     os.kill(os.getpid(), signal.SIGKILL)

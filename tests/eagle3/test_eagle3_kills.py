@@ -9,15 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from support import LONG, SUPPORT
 from support import eagle3_runs as small
 from support.eagle3_runs import run, samples_of, whole_tree
 from support.power_loss import MODELS, Disk, put, recorded_below, tree_of
+from support.processes import assert_gone
 
 
 class Recorded:
@@ -152,20 +151,6 @@ def started(cache):
     parent = subprocess.Popen(program, text=True, start_new_session=True, restore_signals=True, **pipes)
     assert parent.stdout is not None
     return parent, [int(parent.stdout.readline()) for _ in range(2)]
-
-
-def assert_gone(pids):
-    def is_running(pid):
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-
-    for _ in range(600):
-        if not any(is_running(pid) for pid in pids):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{pids}: still there")
 
 
 @pytest.mark.slow

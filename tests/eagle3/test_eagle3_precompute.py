@@ -25,7 +25,7 @@ FLAGS = """
 --target-probs-topk --batch-size --max-batch-tokens --shard-size --dtype --format --aux-layers --workers --lock
 --partitions --partition
 --aux-dtype --shard-bytes --resume --dry-run --device --compute-dtype --chat-template --show --attention --threads
---limit --document-start --device-map --max-memory --quantization --load-dtype
+--limit --document-start --device-map --max-memory --quantization --load-dtype --tensor-parallel
 """
 KEYS = """
 format_version target_model target_vocab_size draft_vocab_size seq_length dtype num_samples shard_size aux_hidden_dim
@@ -34,6 +34,7 @@ aux_layer_ids selected_token_ids
 LEAST = {"--seq-length": 2, "--target-probs-topk": 0, "--show": 0} | dict.fromkeys(
     ["--batch-size", "--max-batch-tokens", "--shard-size", "--draft-vocab-size", "--workers", "--threads", "--limit"], 1
 )
+LEAST["--tensor-parallel"] = 1
 AT_ONCE = ["--dry-run", "--resume", "--show=0"]
 LATER = {"split": None, "shuffle_seed": 0, "mask_reasoning_content": False, "mask_generation_prompt": True}
 
@@ -358,7 +359,7 @@ def test_progress_is_a_line_now_and_then_and_a_bar_on_a_terminal(run, monkeypatc
 @pytest.mark.parametrize(
     ("workers", "threads", "said"),
     [
-        ("3", "2", "hint: 3 workers of 2 threads each share 4 cores"),
+        ("3", "2", "hint: 3 processes of 2 threads each share 4 cores"),
         ("9", "4", "name --threads 1 for a new cache"),
         ("2", "3", "name --threads 2 for a new cache"),
         ("2", "2", ""),

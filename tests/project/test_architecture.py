@@ -157,6 +157,8 @@ def test_only_entry_points_read_argv_and_the_environment_and_the_core_never_impo
             words = {"sys.argv", "os.environ", "os.getenv", "argparse"}
             if module.name == "niels_gpt.buckets.bucket":
                 words -= {"os.environ"}  # takes the values of keys out of messages, and no setting from it
+            if module.name == "niels_gpt.eagle3.tensor_parallel":
+                words -= {"os.environ"}  # transformers and gloo are told by it which rank and GPU a process has
             assert not [word for word in words if word in module.source], module.name
         if module.name.startswith("niels_gpt"):
             assert not {"dagster", "pipelines"} & {name.split(".")[0] for name in structure.all_imports(module)}

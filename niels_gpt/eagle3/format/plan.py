@@ -44,6 +44,7 @@ target."""
 _WIDTH_STEP = 8
 _MAX_BATCHES_BYTES = 1 << 27  # limit of batches.jsonl, which takes about seven bytes a sample
 _MAX_THREADS = 4096
+_MAX_RANKS = 1024
 _FRESH = "Use a fresh folder"
 _ROW_BYTES = 64  # limit of batches.jsonl, for a row and a batch that has only this row
 
@@ -116,7 +117,7 @@ class TargetPlan:
     samples: dict[str, Any]
     """count, tokens, supervised_tokens, sha256, ids_sha256."""
     run: dict[str, Any]
-    """The fields of `Run`."""
+    """The fields of `Run`; tensor_parallel: number of ranks of a copy of the target, if not 1."""
     batch_size: int
     """Most rows of a batch."""
     max_batch_tokens: int
@@ -441,6 +442,7 @@ _VALID: dict[str, Callable[[Any], bool]] = {
         )
     ),
     "run.load_dtype": partial(is_good, "a text", LOAD_DTYPES),
+    "run.tensor_parallel": partial(is_good, "an integer", (2, _MAX_RANKS)),
 }
 """Dotted name of a plan.json field -> whether a value is valid."""
 

@@ -194,6 +194,12 @@ class Options(TargetOptions):
         _HOW, "most tokens in one forward pass, padding included", 16_384, least=1, decides=True
     )
     workers: int = _option(_HOW, "processes, each with the target; never changes the bytes", 1, least=1)
+    tensor_parallel: int | None = _option(
+        _HOW,
+        "split the target over N processes, each with a GPU of its own; decides rounding (default: 1, or as resumed)",
+        least=1,
+        setting="eagle3_tensor_parallel",
+    )
     show: int = _option(_HOW, "print N samples, learned tokens marked, before loading the target", 0, least=0)
     partitions: int | None = _option(
         _HOW,

@@ -276,6 +276,7 @@ def target_of(
         attention=attention,
         device_map=device_map,
         max_memory=max_memory,
+        tensor_parallel=1,  # in one process: the rounding of several ranks is another environment
     )
     run = run_facts(asked, planned, checkpoint_quantization(name, facts.revision))
     load = partial(

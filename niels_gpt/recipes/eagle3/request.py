@@ -70,8 +70,9 @@ _NOT_IN_FINGERPRINT = (
     "eagle3_device",
     "eagle3_device_map",
     "eagle3_max_memory",
+    "eagle3_tensor_parallel",
     "eagle3_check_samples",
-)  # they never decide a byte
+)  # they decide no byte, or its rounding only
 _OF_VOCAB = ("target_model", "input_data", "document_start", "limit", "seq_length", "draft_vocab_size")
 """Options that decide the draft's vocabulary."""
 _SIZES = {"draft_vocab_size": 32_000}  # as the published drafts have
@@ -413,6 +414,7 @@ def resolve(
         CacheError if output_dir cannot be used, holds a cache without `resume`, or holds another plan.
     """
     from niels_gpt.eagle3.disk import refuse_unusable
+    from niels_gpt.eagle3.models import refuse_other_ranks
     from niels_gpt.eagle3.resume import recorded_plan, refuse_existing
     from niels_gpt.eagle3.target import checked_aux_layer_ids, parse_aux_layers
     from niels_gpt.recipes.eagle3.input import ROWS
@@ -431,6 +433,7 @@ def resolve(
             f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions. "
             f"Pass --seq-length {target.max_positions} or less"
         )
+    refuse_other_ranks(options.target_model, target.revision, found["placement"].tensor_parallel)
     try:
         layers = parse_aux_layers(options.aux_layers, target.num_layers)
         if options.form != "native":
@@ -484,9 +487,11 @@ def run_facts(options: TargetOptions, recorded: dict[str, Any], stored: str | No
     """Return how the target is run: the fields of `format.plan.Run`, and the form of its weights unless the default.
 
     recorded: supplies unset options. stored: see `weight_form`.
-    Raises: ValueError if cuda is asked for but not usable, or for another form than the checkpoint can have.
+    Raises: ValueError if cuda is asked for but not usable, or has too few GPUs, or for another form than the checkpoint
+        can have.
     """
     from niels_gpt.eagle3.format.plan import Run
+    from niels_gpt.eagle3.tensor_parallel import refuse_few_gpus
 
     device, threads = options.device or recorded.get("device"), options.threads or recorded.get("threads")
     run = Run.here(device, attention=options.attention, threads=threads or usable_cores())
@@ -499,7 +504,11 @@ def run_facts(options: TargetOptions, recorded: dict[str, Any], stored: str | No
     if recorded and "quantization" not in recorded and quantization is None and load_dtype is None:
         stored = None  # a plan of an earlier version, which does not state it
     form = weight_form(quantization, load_dtype, compute_dtype=dtype, stored=stored)
-    return {**asdict(run), "compute_dtype": dtype, **form}
+    facts = {**asdict(run), "compute_dtype": dtype, **form}
+    if isinstance(options, Options) and (ranks := options.tensor_parallel or recorded.get("tensor_parallel", 1)) > 1:
+        refuse_few_gpus(run.device, ranks, options.workers)
+        facts["tensor_parallel"] = ranks
+    return facts
 
 
 def placement_of(options: TargetOptions, run: Mapping[str, Any]) -> Placement:
@@ -511,8 +520,12 @@ def placement_of(options: TargetOptions, run: Mapping[str, Any]) -> Placement:
 
     where = None if options.device_map is None else read_device_map(options.device_map)
     limits = None if options.max_memory is None else parse_max_memory(options.max_memory)
-    scheme = run.get("quantization", STORED)
-    placement = Placement(where, limits, None if scheme.startswith(STORED) else scheme, run.get("load_dtype"))
+    scheme, ranks = run.get("quantization", STORED), run.get("tensor_parallel", 1)
+    placement = Placement(where, limits, None if scheme.startswith(STORED) else scheme, run.get("load_dtype"), ranks)
+    if ranks > 1 and (where is not None or any(key in run for key in FORM)):
+        forms = ", ".join(str(run[key]) for key in FORM if key in run)
+        other = f"--device-map {options.device_map}" if where is not None else f"weights in another form ({forms})"
+        raise ValueError(f"--tensor-parallel {ranks} with {other}: only one of them is possible. Leave one out")
     gpus = torch.cuda.device_count()
     if isinstance(where, dict):
         refuse_other_devices(where.values(), run["device"], gpus, f"--device-map {options.device_map}")
