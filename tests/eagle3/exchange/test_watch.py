@@ -1,5 +1,6 @@
 """A folder that fills is watched: the cache is an import's, whatever the order of the files, kills and faults."""
 
+import fcntl
 import json
 import os
 import random
@@ -10,6 +11,8 @@ import sys
 import threading
 import time
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from support.exchange_files import (
     write_specforge,
     write_speculators,
 )
+from support.peer_caches import PEERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOOLS = ("specforge", "speculators")
@@ -424,3 +428,65 @@ def test_a_watch_that_is_killed_twice_while_the_folder_fills_equals_one_import(m
     assert not states_of(tool, source)
     assert niels_gpt("eagle3", "import", full, tmp_path / "i", *shared).status == 0
     assert files_of(out) == files_of(tmp_path / "i")
+
+
+# --- speculators' own writer ------------------------------------------------------------------------------------------
+
+SPECULATORS = Path(PEERS or "") / "speculators-0.9.0"
+
+
+class Served(BaseHTTPRequestHandler):
+    """vLLM's side of hidden state extraction: each prompt's file is written under a lock while its path is sent."""
+
+    def do_GET(self):
+        self.answer({"object": "list", "data": [{"id": "m", "object": "model", "created": 0, "owned_by": "vllm"}]})
+
+    def do_POST(self):
+        ids = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        staging, files = self.server.states
+        path = staging / f"{len(ids)}-{ids[0]}-{ids[-1]}.safetensors"
+        lock = open(f"{path}.lock", "w")  # noqa: SIM115: until the thread has written the file
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Thread(target=self.write, args=[files[tuple(ids)], path, lock]).start()
+        choice = {"index": 0, "text": "", "finish_reason": "length", "logprobs": None, "prompt_token_ids": ids}
+        about = {"id": "1", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]}
+        self.answer(about | {"kv_transfer_params": {"hidden_states_path": str(path)}})
+
+    def write(self, source, path, lock):
+        come([(source, path)], seconds=0.05)
+        lock.close()
+
+    def answer(self, value):
+        content = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not SPECULATORS.is_dir(), reason="set NIELS_GPT_PEERS to a folder with speculators-0.9.0, see .ci/run"
+)
+def test_a_folder_that_speculators_own_generator_fills_is_watched(folders, given, imported, watching, tmp_path):
+    source, pairs = emptied("speculators", folders["speculators"], tmp_path / "f")
+    (tmp_path / "staging").mkdir()
+    files = {tuple(chat.ids.tolist()): path for chat, (path, _) in zip(given, pairs, strict=True)}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Served) as server:
+        server.states = tmp_path / "staging", files
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        words = ["--endpoint", f"http://127.0.0.1:{server.server_port}/v1", "--preprocessed-data", source]
+        command = [sys.executable, "-m", "speculators", "generate-offline-data", *words, "--concurrency", "3"]
+        env = os.environ | {"PYTHONPATH": str(SPECULATORS), "NO_PROXY": "127.0.0.1"}
+        tool = subprocess.Popen([*map(str, command)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        try:
+            done = watching("speculators", source, tmp_path / "c", consume=True, patience=120.0)
+        finally:
+            output = tool.communicate()[0].decode()
+            server.shutdown()
+    assert tool.returncode == 0, output
+    assert files_of(tmp_path / "c") == imported["speculators"] and done.removed_files == len(given)
