@@ -445,7 +445,7 @@ class Served(BaseHTTPRequestHandler):
         ids = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
         staging, files = self.server.states
         path = staging / f"{len(ids)}-{ids[0]}-{ids[-1]}.safetensors"
-        lock = open(f"{path}.lock", "w")  # noqa: SIM115
+        lock = open(f"{path}.lock", "w")
         fcntl.flock(lock, fcntl.LOCK_EX)
         threading.Thread(target=self.write, args=[files[tuple(ids)], path, lock]).start()
         choice = {"index": 0, "text": "", "finish_reason": "length", "logprobs": None, "prompt_token_ids": ids}
