@@ -108,6 +108,7 @@ def _class_without_blocks(config: Any, where: str, num_bytes: int) -> Any:
         for block in blocks:
             for contents in (block._modules, block._parameters, block._buffers):
                 contents.clear()
+            block._is_hf_initialized = True  # type: ignore[assignment]  # transformers draws no weights for it
         stated = sum(weight.numel() for weight in self.parameters())
         if stated > 2 * num_bytes:  # twice, for tied ones
             found = f"config.json states {stated:,} weights beside {len(inside):,} parts of blocks"

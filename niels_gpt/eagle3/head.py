@@ -98,14 +98,17 @@ class TargetHead(nn.Module):
         embeddings: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
         of_norms = (weight for norm in probe.norms for weight in norm.parameters())
         if not all(map(_is_whole, (embeddings, *lm_head.parameters(), *of_norms))):
-            head = cls.of_model(_ends_of(model)).to(probe.logits.device)
+            head = cls.of_model(_ends_of(model, lm_head.weight.dtype)).to(probe.logits.device)
             head._prove(model, probe)
             return head
         tied = embeddings.shape == lm_head.weight.shape and embeddings.data_ptr() == lm_head.weight.data_ptr()
         weights = {"embeddings": embeddings, "lm_head_bias": getattr(lm_head, "bias", None)}
         if not tied:
             weights["lm_head"] = lm_head.weight
-        kind, eps, about_norm = final_norm(probe) or (None, None, {})
+        kind, eps, found = final_norm(probe) or (None, None, {})
+        about_norm = {
+            name: tensor if tensor is None else tensor.to(lm_head.weight.device) for name, tensor in found.items()
+        }
         dtype = torch.bfloat16 if lm_head.weight.dtype == torch.bfloat16 else torch.float32
         head = cls(
             {name: tensor for name, tensor in {**weights, **about_norm}.items() if tensor is not None},
@@ -341,7 +344,9 @@ class TargetHead(nn.Module):
 def embeddings_of(model: nn.Module) -> Tensor:
     """Return a causal language model's input embeddings [V, H]; not whole in memory, from its folder, as `of_model`."""
     weight: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
-    return weight if _is_whole(weight) else _ends_of(model).get_input_embeddings().weight  # type: ignore[operator]
+    if _is_whole(weight):
+        return weight
+    return _ends_of(model, weight.dtype).get_input_embeddings().weight  # type: ignore[operator, no-any-return]
 
 
 def _is_whole(weight: Tensor) -> bool:
@@ -350,17 +355,21 @@ def _is_whole(weight: Tensor) -> bool:
     return is_plain and weight.dtype in (*_COMPUTE.values(), torch.float16, torch.float64)
 
 
-def _ends_of(model: nn.Module) -> nn.Module:
-    """Return a loaded model's ends, read from the folder that it was loaded from. Raises: see `load_ends`."""
+def _ends_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a loaded model's ends, read from the folder that it was loaded from. Raises: see `load_ends`.
+
+    dtype: of a weight of its ends; a packed or quantized one leaves it to the model's.
+    """
     from niels_gpt.eagle3.checkpoint import load_ends
 
-    folder, dtype = str(getattr(model, "name_or_path", "")), getattr(model, "dtype", None)
+    folder, known = str(getattr(model, "name_or_path", "")), (*_COMPUTE.values(), torch.float16)
+    dtypes = [each for each in (dtype, getattr(model, "dtype", None)) if each in known]
     if not os.path.isdir(folder):
         raise TargetError(
             f"{type(model).__name__}: its head is not whole in memory, and was loaded from {folder!r}, which is no "
             "folder here. Load it from the folder with its checkpoint"
         )
-    return load_ends(folder, dtype=dtype if dtype in (*_COMPUTE.values(), torch.float16) else torch.bfloat16)
+    return load_ends(folder, dtype=[*dtypes, torch.bfloat16][0])
 
 
 def _chunks(rows: int, values: int) -> Iterator[slice]:
@@ -464,9 +473,10 @@ def final_norm(probe: Probe) -> tuple[str, float | None, dict[str, Tensor | None
         return "none", None, {}
     # Values with a mean distinguish a norm that subtracts it from one that does not; those of a model may have none.
     drawn = torch.randn(probe.pre_norm.shape, generator=torch.Generator().manual_seed(0)) + 0.5
-    given, halves = torch.cat((drawn.to(probe.pre_norm), probe.pre_norm)), (slice(_PROBED), slice(_PROBED, None))
+    both, halves = torch.cat((drawn.to(probe.pre_norm), probe.pre_norm)), (slice(_PROBED), slice(_PROBED, None))
     for module in probe.norms:
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        given = both if weight is None else both.to(weight.device)
         stated = [value for name in _EPS_NAMES if isinstance(value := getattr(module, name, None), float)]
         with torch.no_grad():
             made = module(given)
@@ -478,7 +488,10 @@ def final_norm(probe: Probe) -> tuple[str, float | None, dict[str, Tensor | None
                 for eps in stated[:1] or (1e-5, 1e-6)
             }
         kind, eps = min(errors, key=lambda each: errors[each])
-        if errors[kind, eps] <= allowed and difference(made[_PROBED:], probe.post_norm) <= allowed:
+        if (
+            errors[kind, eps] <= allowed
+            and difference(made[_PROBED:].to(probe.post_norm.device), probe.post_norm) <= allowed
+        ):
             return kind, eps, {"norm": weight, "norm_bias": bias}
     return None
 

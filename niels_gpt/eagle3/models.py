@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _MAX_LAYERS = 1000
 _WEIGHTS, _INDEX, _ADAPTER = ".safetensors", "model.safetensors.index.json", "adapter_config.json"
 _WHOLE = "model.safetensors"
-_OF_A_BLOCK = re.compile(r"(^|\.)\d+\.")  # model.layers.3.mlp.up_proj.weight
+_OF_A_BLOCK = re.compile(r"(^|\.)(layers?|h|(res)?blocks?)\.\d+\.")  # model.layers.3.mlp.up_proj.weight
 _AGAIN = "Download it again"
 _NOT_ON_DISK = (
     "Weights that are quantized as they are loaded cannot lie on the disk: raise --max-memory, or leave it out"
@@ -243,6 +243,11 @@ def _from_pretrained(name: str, folder: Path, config: Any, attention: str, how: 
         advice = f". {_NOT_ON_DISK}" if "quantization_config" in how and "" not in how["device_map"] else ""
         problem = f"its weights could not be loaded: {type(error).__name__}: {error}{advice}"
         raise TargetError(f"{name}: {problem}") from error  # safetensors', pickle's or the model's own
+
+
+def text_config(name: str, *, revision: str | None = None) -> Any:
+    """Return the config of a target's language model. Raises: see `target_facts`."""
+    return _of_config(name, revision)[1].get_text_config()
 
 
 def sha256_of_ends(name: str, *, revision: str | None = None) -> dict[str, str]:

@@ -64,7 +64,8 @@ def of_cache(function: Callable[..., Result]) -> Callable[..., Result]:
     "verify",
     "Check a cache, and report every damage with its shard and sample.",
     examples="""niels-gpt eagle3 verify CACHE                        every damage, with its shard and sample
-niels-gpt eagle3 verify CACHE --target MODEL -k 8    and run 8 samples through the target again""",
+niels-gpt eagle3 verify CACHE --target MODEL -k 8    and run 8 samples through the target again
+niels-gpt eagle3 verify CACHE --target MODEL --head-only    and load no more of it than its head""",
 )
 @of_cache
 @option("--target", metavar="MODEL", help="folder or hub id of the cache's target: run samples through it again")
@@ -74,15 +75,18 @@ niels-gpt eagle3 verify CACHE --target MODEL -k 8    and run 8 samples through t
 @option("--device", type=click.Choice(["cpu", "cuda"]), help="where the target runs; as for the cache if not given")
 @option("--device-map", metavar="MAP", help=_HELP["device_map"])
 @option("--max-memory", metavar="LIMITS", help=_HELP["max_memory"])
-def verify(cache: Path, follow_links: bool, target: str | None, **how: Any) -> Result:
+@option("--head-only", is_flag=True, help="with --target: load its head alone, and compute target rows again by it")
+def verify(cache: Path, follow_links: bool, target: str | None, head_only: bool, **how: Any) -> Result:
     """Check a cache."""
     from niels_gpt.eagle3.inspect.verify import verify
     from niels_gpt.eagle3.resume import refuse_unsealed
 
     refuse_unsealed(cache)
     recomputed = Verdict([], "not made: name the target with --target")
+    if head_only and (target is None or how["device"] or how["device_map"] or how["max_memory"]):
+        raise click.UsageError("--head-only: needs --target, and computes on the CPU; leave --device and the like out")
     if target is not None:  # first, so that a wrong one is reported before all of the cache is read
-        recomputed = _recomputed(cache, target, follow_links=follow_links, **how)
+        recomputed = _recomputed(cache, target, head_only, follow_links=follow_links, **how)
     with progress_bar("verify", "B") as progress:
         verdicts = verify(cache, progress=progress, follow_links=follow_links)
     verdicts[RECOMPUTED] = recomputed
@@ -93,13 +97,19 @@ def verify(cache: Path, follow_links: bool, target: str | None, **how: Any) -> R
     return Result({name: vars(verdict) for name, verdict in verdicts.items()}, code)
 
 
-def _recomputed(path: Path, name: str, *, samples: int, seed: int, follow_links: bool, **where: str | None) -> Verdict:
+def _recomputed(
+    path: Path, name: str, head_only: bool, *, samples: int, seed: int, follow_links: bool, **where: str | None
+) -> Verdict:
+    from niels_gpt.eagle3.inspect.by_head import recomputed_by_head
     from niels_gpt.eagle3.inspect.recompute import recomputed
     from niels_gpt.recipes.eagle3.prepare import target_of
 
+    how: dict[str, Any] = {"k": samples, "seed": seed, "follow_links": follow_links}
+    if head_only:
+        return recomputed_by_head(path, name, revision=where["revision"], **how)
     target = target_of(path, name, follow_links=follow_links, **where)
     with progress_bar("target", "batches") as progress:
-        return recomputed(path, target, k=samples, seed=seed, progress=progress, follow_links=follow_links)
+        return recomputed(path, target, progress=progress, **how)
 
 
 def _verdict_lines(name: str, verdict: Verdict) -> str:
@@ -436,7 +446,7 @@ _OF_IMPORT = (
         help="number of samples to run through the target, to find out which layers are stored",
     ),
     option("--device", type=click.Choice(["cpu", "cuda"]), help="where the target runs; cuda if available"),
-    option("--trust", is_flag=True, help="do not run the target; believe --layers and --last-hidden"),
+    option("--trust", is_flag=True, help="load only the target's head; believe --layers and --last-hidden"),
     option(
         "--layers",
         metavar="IDS",
@@ -592,32 +602,38 @@ def _opened(
     last_hidden: str | None,
     **_: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the loaded target, and the arguments that decide how the conventions are determined."""
+    """Return the target, and the arguments that decide how the conventions are determined.
+
+    With stated layers only the target's head is loaded.
+    """
     import torch
 
     from niels_gpt.eagle3.exchange.move import Target
     from niels_gpt.eagle3.exchange.proof import Convention, capture_of
     from niels_gpt.eagle3.exchange.tools import FILES
+    from niels_gpt.eagle3.format.layout import DTYPES
     from niels_gpt.eagle3.format.plan import Run
     from niels_gpt.eagle3.head import TargetHead
+    from niels_gpt.eagle3.models import sha256_of_ends, text_config
     from niels_gpt.eagle3.target import parse_aux_layers, target_facts
     from niels_gpt.recipes.eagle3.prepare import open_target
 
-    facts = target_facts(target, revision=revision)
+    facts = target_facts(target, revision=revision, hash_weights=layers is None)
     run = Run.here(device, attention="sdpa", threads=torch.get_num_threads())
     how: dict[str, Any] = {"samples": samples}
-    if layers is not None:
+    place, known = torch.device(run.device), asdict(facts)
+    which: dict[str, Any] = {"name": target, "revision": facts.revision}
+    if layers is None:
+        model = open_target(place, compute_dtype=run.compute_dtype, attention=run.attention, **which)
+        how["capture"] = capture_of(model, facts.num_layers, place)
+        head = TargetHead.of_model(model)
+    else:
         blocks = tuple(parse_aux_layers(layers, facts.num_layers))
         how["stated"] = Convention(blocks, last_hidden or FILES[tool].usual_last)
-    place = torch.device(run.device)
-    model = open_target(
-        place, name=target, revision=facts.revision, compute_dtype=run.compute_dtype, attention=run.attention
-    )
-    if layers is None:
-        how["capture"] = capture_of(model, facts.num_layers, place)
-    special = _special_ids_of_target(target, revision, model.config.get_text_config())
-    sizes = facts.hidden_size, facts.vocab_size
-    return Target(target, TargetHead.of_model(model), *sizes, special, asdict(facts)), how
+        known["head_files"] = sha256_of_ends(**which)
+        head = TargetHead.of_checkpoint(**which, dtype=DTYPES[run.compute_dtype], device=place)
+    special = _special_ids_of_target(target, revision, text_config(**which))
+    return Target(target, head, facts.hidden_size, facts.vocab_size, special, known), how
 
 
 def _special_ids_of_target(target: str, revision: str | None, config: Any) -> list[int | None]:
@@ -645,7 +661,10 @@ def _import_lines(out: Path, done: Imported) -> list[str]:
         apart = ", ".join(f"{each:.2g}" for each in convention.distances)
         lines.append(f"  compared          {convention.tokens:,} tokens of {convention.samples} samples: {apart} away")
     else:
-        lines.append("  compared          nothing: the layers and the norm are as stated")
+        lines += [
+            "  compared          nothing: the layers and the norm are as stated",
+            f"  not proved        {', '.join(done.not_proved)}",
+        ]
     if done.dropped:
         counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(done.dropped.items()))
         lines += [f"  left out          {counts}", *(f"    {printable(text)}" for text in done.first_dropped)]

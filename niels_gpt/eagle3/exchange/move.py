@@ -63,12 +63,12 @@ Read = Callable[..., ForeignSample | None]
 
 @dataclass(frozen=True)
 class Target:
-    """The loaded target that the states come from."""
+    """The target that the states come from."""
 
     name: str
     """Its name in the manifest."""
     head: TargetHead
-    """Its final norm and lm_head: TargetHead.of_model."""
+    """Its final norm and lm_head: TargetHead.of_model, or of_checkpoint where it does not run."""
     hidden_size: int
     vocab_size: int
     special_token_ids: Sequence[int | None] = ()
@@ -95,6 +95,8 @@ class Imported:
     """Some of their names, with the faults."""
     notes: tuple[str, ...]
     """Deviations from the tool's usual form, and conversions."""
+    not_proved: tuple[str, ...]
+    """What was taken on trust: see `not_proved`."""
 
 
 def import_cache(
@@ -353,6 +355,7 @@ class Importer:
             dict(self.dropped),
             tuple(self.first_dropped),
             tuple(self._notes()),
+            tuple(not_proved(self.convention, self.mask_checked)),
         )
 
     def _notes(self) -> Iterator[str]:
@@ -367,6 +370,7 @@ class Importer:
     def _manifest(self) -> dict[str, Any]:
         """Return the manifest without the draft's vocabulary."""
         layout, convention = self._layout, self.convention
+        trusted = {} if convention.samples else {"not_proved": [*not_proved(convention, self.mask_checked)]}
         return {
             "format_version": NATIVE_VERSION,
             "target_model": self._target.name,
@@ -386,8 +390,19 @@ class Importer:
             },
             "head": self._head.facts(),
             "shard_bytes": self._shard_bytes,
-            "imported": {"from": self._tool, "proved": convention.as_json()},
+            "imported": {"from": self._tool, "proved": convention.as_json(), **trusted},
         }
+
+
+def not_proved(convention: Convention, mask_checked: bool) -> Iterator[str]:
+    """Yield what an import took on trust: `states` (that the target gives them), `layers`, `last_hidden`, `loss_mask`.
+
+    The head is the target's own by its checkpoint, and proved on its code, in every import.
+    """
+    if not convention.samples:
+        yield from ("states", "layers", "last_hidden")
+    if not mask_checked:
+        yield "loss_mask"
 
 
 def _form_of(sample: ForeignSample) -> Form:

@@ -5,6 +5,7 @@
     forms.py      opens a cache: the dense form (versions 1 and 2) and the native one
     verify.py     makes the checks, reading each file and sample once
     recompute.py  `recomputed`: runs samples through the target again
+    by_head.py    the same by the target's head alone, which needs no more of its checkpoint
     show.py       `inspect`: prints the origin of a cache, and the slots of one sample
     stats.py      `stats`: prints the figures of a cache, and draws them
 

@@ -85,8 +85,8 @@ def recomputed(
     """Compare `k` samples drawn by `seed` (all, if there are fewer) with the target; return the verdict.
 
     progress: counts batches; samples for a cache without a plan.
-    Raises: FileNotFoundError, CacheError if the manifest cannot be read; ValueError for k below 1; the errors of
-        `target.load`.
+    A target that cannot be loaded is the verdict's note.
+    Raises: FileNotFoundError, CacheError if the manifest cannot be read; ValueError for k below 1.
     """
     if k < 1:
         raise ValueError(f"k={k}: expected the number of samples to compare, 1 or more")
@@ -119,7 +119,7 @@ def _with_plan(cache: DenseCache | NativeCache, target: Target, k: int, seed: in
     changed = differing_fields(plan.run, target.run)
     device = torch.device(target.run["device"])
     with torch_threads(plan.run["threads"]):
-        model = target.load(device)
+        model = _loaded(target, device)
         how = plan, cache.samples, model, device
         try:
             head = TargetHead.of_model(model) if isinstance(cache, NativeCache) else None
@@ -137,6 +137,14 @@ def _with_plan(cache: DenseCache | NativeCache, target: Target, k: int, seed: in
                     yield from _compared(row, again, plan.run, changed)
             except NonFiniteError as error:
                 yield CacheError(cache.folder, f"run again, {error}", code="E706")
+
+
+def _loaded(target: Target, device: torch.device) -> Any:
+    """Return the loaded target. Raises: NotChecked, as a target that cannot be loaded says nothing about the cache."""
+    try:
+        return target.load(device)
+    except (OSError, ValueError, ImportError) as error:
+        raise NotChecked(f"not made, as the target cannot be loaded: {error}") from error
 
 
 def _cannot_run(cache: DenseCache | NativeCache, model: Any, error: ValueError) -> CacheError:
@@ -348,7 +356,7 @@ def _other_rows(stored: Tensor, weight: Tensor, *, is_rounded: bool) -> list[int
 def _without_plan(cache: DenseCache | NativeCache, target: Target, k: int, seed: int, progress: Progress) -> Problems:
     device = torch.device(target.run["device"])
     with torch_threads(target.run["threads"]):
-        model = target.load(device)
+        model = _loaded(target, device)
         if isinstance(cache, NativeCache):
             yield from _native_differences(cache, model, device, _drawn(cache.num_samples, k, seed), progress)
             return
@@ -424,15 +432,20 @@ def _native_compared(row: StoredSample, model: Any, head: TargetHead, ids: Tenso
         each[0] for each in capture(model, ids, torch.ones_like(ids), [*row.cache.aux_layer_ids])
     )
     states = (post_norm if head.last_hidden == "post_norm" else pre_norm)[torch.as_tensor(positions, device=ids.device)]
-    normalizers, argmax = (each.cpu() for each in head.log_normalizer_and_argmax(states))
     rounding = _FP8_ROUNDING if "aux_scales" in stored else 0.0
     yield from _differing_blocks(row, _numbers(row, AUX), aux[: len(stored[AUX])].float().cpu(), rounding)
     last = states.float().cpu()
     apart = _length(stored["last_hidden_states"].float() - last) / _length(last)
     yield from _differing(row, "last_hidden_states", apart, positions)
-    apart = (stored["log_normalizers"] - normalizers).abs() / normalizers.abs().max().clamp_min(1)
-    yield from _differing(row, "log_normalizers", apart, positions)
-    yield from _too_many(row, "argmax_ids", stored["argmax_ids"] != argmax, WRONG_SHARE)
+    yield from _differing_rows(row, head, states)
+
+
+def _differing_rows(row: StoredSample, head: TargetHead, states: Tensor) -> Problems:
+    """Yield log-normalizers and most probable tokens that differ from the head's, by states [R, H]."""
+    normalizers, argmax = (each.cpu() for each in head.log_normalizer_and_argmax(states))
+    apart = (row.tensors["log_normalizers"] - normalizers).abs() / normalizers.abs().max().clamp_min(1)
+    yield from _differing(row, "log_normalizers", apart, row.positions)
+    yield from _too_many(row, "argmax_ids", row.tensors["argmax_ids"] != argmax, WRONG_SHARE)
 
 
 def _dense_differences(

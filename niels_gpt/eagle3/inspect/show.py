@@ -142,9 +142,12 @@ def _native_form(about: dict[str, Any]) -> tuple[str, str, tuple[str, str]]:
 
 def _imported_text(imported: Any) -> str:
     """Return the tool of an imported cache, and how its layers and norm were determined."""
-    samples = imported["proved"]["samples"]
+    proved, trusted = imported.get("proved"), imported.get("not_proved")
+    samples = proved.get("samples") if isinstance(proved, dict) else None
     known = f"found with the target on {count_text(samples)} samples" if samples else "as stated, not compared"
-    return _printable(f"from {imported['from']}; layers and norm {known}")
+    if isinstance(trusted, list):
+        known += f"; not proved: {', '.join(map(str, trusted))}"
+    return _printable(f"from {imported.get('from')}; layers and norm {known}")
 
 
 def _state(about: dict[str, Any]) -> tuple[str, str]:
