@@ -26,6 +26,7 @@ import queue
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
@@ -74,6 +75,7 @@ LONGEST_RETRY_AFTER_S: Final = 600.0
 MOST_BYTES: Final = 1 << 24
 """Of an answer."""
 _WORDS, _NAME, _NAMES = 300, 100, 16  # characters of an error and of a name; different names that are counted
+_REFUSALS = 3  # refused chats that are shown
 _OF_ONE_CHAT = (400, 413, 422)
 _MOST_ID = 1 << 31
 _PIECE, _FEW = 1 << 16, 8  # bytes; ids of prompts that differ, to print
@@ -335,7 +337,7 @@ def replied(
     questions, answers = queue.SimpleQueue[_Asked | None](), queue.SimpleQueue[tuple[_Asked, Answer | Exception]]()
     for _ in range(at_once):  # daemons: a run that ends early does not wait for their answers
         threading.Thread(target=_work, args=(talk.client, questions, answers), daemon=True).start()
-    names: set[str] = set()
+    seen = Counter[str]()
     on_way = 0
     try:
         while True:
@@ -344,7 +346,7 @@ def replied(
                     return
                 asked, answer = answers.get()
                 on_way -= 1
-                has_replies |= _take(asked, answer, talk, names, is_first=not has_replies)
+                has_replies |= _take(asked, answer, talk, seen, is_first=not has_replies)
                 item = asked.number, asked.answered
             if (question := _next_question(*item, talk)) is None:
                 item[1].close()
@@ -404,21 +406,25 @@ def _api_call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {"id": call.get("id") or f"call_{number}", "type": "function", "function": made}
 
 
-def _take(asked: _Asked, answer: Answer | Exception, talk: Talk, names: set[str], *, is_first: bool) -> bool:
+def _take(asked: _Asked, answer: Answer | Exception, talk: Talk, seen: Counter[str], *, is_first: bool) -> bool:
     """Add an answer to its chat, or end the chat; return whether the server replied to the prompt.
 
-    is_first: no answer fitted so far, so that a refusal or another prompt is an error.
+    seen: how often each name was stated, and a chat refused. is_first: no answer fitted so far, so that a refusal or
+        another prompt is an error.
     """
     answered = asked.answered
     if isinstance(answer, Exception):
         if is_first or not isinstance(answer, ServerRefusal) or answer.status not in _OF_ONE_CHAT:
             raise answer
         answered.end(REFUSED)
-        logger.warning("chat %a: %s", asked.prompt.name[:_NAME], answer, extra={"code": "W613"})
+        seen[REFUSED] += 1
+        if seen[REFUSED] <= _REFUSALS:
+            logger.warning("chat %a: %s", asked.prompt.name[:_NAME], answer, extra={"code": "W613"})
         return False
     for name in answer.served:
-        names |= {name} if len(names) < _NAMES else set()
-        answered.counts[SERVED + (name if name in names else "other names")] += 1
+        is_counted = name in seen or len(seen) < _NAMES
+        seen[name] += is_counted
+        answered.counts[SERVED + (name if is_counted else "other names")] += 1
     if (other := _other_prompt(asked, answer, talk)) is not None:
         if is_first:
             raise ServerRefusal(

@@ -181,6 +181,20 @@ def test_what_is_not_the_targets_own_text_is_dropped_and_counted(run, tokenizer)
     assert "too long" in done.err and "reasoning parser" in done.out
 
 
+def test_three_refusals_are_shown_and_a_bounded_number_of_names_is_counted(run, tokenizer):
+    refusal = {"status": 422, "body": b"too long"}
+    with ChatServer(tokenizer, lambda asked: refusal if page_of(asked) > 4 else "Fine.") as server:
+        done, path = run(server, "--concurrency", "1")
+    assert done.err.count("too long") == 3 and record_of(path)["counts"]["refused_by_server"] == 7
+    with ChatServer(
+        tokenizer, lambda asked: {"text": "Fine.", "names": (f"a{page_of(asked)}", f"b{page_of(asked)}")}
+    ) as server:
+        _, path = run(server, name="names.jsonl")
+    counts = record_of(path)["counts"]
+    names = [name for name in counts if name.startswith("served: ")]
+    assert len(names) == 17 and counts["served: other names"] == 8
+
+
 @pytest.mark.parametrize("form", ["plain", "vllm"])
 def test_a_server_with_another_template_is_refused(run, tokenizer, form):
     other = {"text": "so", "prompt_ids": [2, 9, 9], "usage": {"prompt_tokens": 3}}

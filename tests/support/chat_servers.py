@@ -19,8 +19,8 @@ class ChatServer:
     """The server; see the module. Use as a context manager.
 
     says: function of a question that returns a text, or what differs from a usual answer: `text`, `finish`, `ids`,
-        `message` (more fields), `usage`, `prompt_ids`; or `status`, `headers` and `body` of another answer; or `write`,
-        a function that gets the handler.
+        `message` (more fields), `usage`, `prompt_ids`, `names`; or `status`, `headers` and `body` of another answer; or
+        `write`, a function that gets the handler.
     form: vllm or sglang, which give token ids if asked; plain, which gives none; strict, which refuses the question.
     """
 
@@ -85,7 +85,8 @@ class ChatServer:
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
         message = {"role": "assistant", "content": said["text"], **said.get("message", {})}
         choice = {"index": 0, "message": message, "finish_reason": said.get("finish", "stop")}
-        answer = {"model": "tiny", "choices": [choice], "usage": said.get("usage", usage), "system_fingerprint": "fp_1"}
+        names = dict(zip(("model", "system_fingerprint"), said.get("names", ("tiny", "fp_1")), strict=True))
+        answer = {**names, "choices": [choice], "usage": said.get("usage", usage)}
         prompt = said.get("prompt_ids", prompt)
         if self.form in ("vllm", "sglang") and question.get("return_token_ids"):
             choice["token_ids"] = ids
