@@ -31,6 +31,8 @@ from support.exchange_files import (
 )
 from support.peer_caches import PEERS
 
+from niels_gpt.storage.fileio import recorded
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOOLS = ("specforge", "speculators")
 STATED = {"specforge": (BLOCKS, "post_norm"), "speculators": (BLOCKS, "pre_norm")}
@@ -167,6 +169,21 @@ def test_a_shard_that_the_journal_does_not_count_is_made_again(folders, imported
     monkeypatch.undo()
     watching("specforge", source, out, once=True)
     assert files_of(out) == imported["specforge"] and 2 in kept
+
+
+def test_a_file_is_removed_only_after_its_shard_its_receipt_and_the_journal_are_durable(folders, watching, tmp_path):
+    source, out, trace = shutil.copytree(folders["speculators"], tmp_path / "f"), tmp_path / "c", []
+    with recorded(trace):
+        watching("speculators", source, out, consume=True)
+    renamed, removed = list[str](), list[int]()
+    for verb, path, *rest in trace:
+        if verb == "rename":
+            renamed.append(Path(rest[0]).relative_to(out).as_posix())
+        elif verb == "unlink" and path.endswith(".safetensors") and path.startswith(str(source)):
+            shard = renamed[-3:]
+            assert shard[0].startswith("shard-") and shard[1:] == [f"sidecar/{shard[0][:-12]}.json", "watch.json"]
+            removed.append(int(Path(path).stem.removeprefix("hs_")))
+    assert removed == [*range(10)] and renamed[-1] == "meta.json" and trace[-1] == ("fsync_dir", str(out))
 
 
 def test_the_conventions_are_proved_on_the_first_samples_and_once(folders, importing, watching, tmp_path):
@@ -428,7 +445,8 @@ def test_a_watch_that_is_killed_twice_while_the_folder_fills_equals_one_import(m
         writer.join()
         assert run.returncode == -signal.SIGKILL and shards() >= least, error.decode()
     writer = writes(10, 12)
-    subprocess.run(command, check=True, capture_output=True)
+    again = json.loads((out / "watch.json").read_text())["command"]  # what readers of the folder print
+    subprocess.run([sys.executable, "-m", "niels_gpt.eagle3", "watch", *again], check=True, capture_output=True)
     writer.join()
     assert not states_of(tool, source)
     assert niels_gpt("eagle3", "import", full, tmp_path / "i", *shared).status == 0
