@@ -51,6 +51,7 @@ from niels_gpt.eagle3.forward import DenseForward, NativeForward
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import build_native_dataloader
 from niels_gpt.eagle3.placement import Placement
+from niels_gpt.eagle3.target import capture, load_target
 from niels_gpt.prefix_tree.attention import Backend, block_mask, dense_mask, model_inputs
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, folded_cross_entropy, sample_logprobs
 from niels_gpt.prefix_tree.forest import PrefixForest
@@ -492,6 +493,34 @@ def load_ranks(device: torch.device, *, folder: str, ranks: int) -> Any:
     return load_target(folder, revision=None, device=device, **how)
 
 
+def check_placement(run: Run) -> None:
+    """A target that is spread by a device map, and one of bf16 weights in float32: equal states, near the CPU's."""
+    folder, sizes = run.folder / "target", {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8}
+    llama("cpu", torch.bfloat16, vocab_size=640, num_attention_heads=2, **sizes).save_pretrained(folder)
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    first: int | str = 0 if run.device == "cuda" else "cpu"
+    limits = {first: num_bytes, "cpu": num_bytes} if run.device == "cuda" else {first: num_bytes}
+    ways = {
+        "auto": Placement("auto"),
+        "auto, half of the weights elsewhere": Placement("auto", limits),
+        "bf16 weights": Placement(load_dtype="bf16"),
+    }
+    ids = torch.arange(48).view(2, 24)
+
+    def states(device: str, placement: Placement = Placement()) -> list[Tensor]:  # noqa: B008
+        how: dict[str, Any] = {"revision": None, "dtype": torch.float32, "attention": "sdpa", "device": device}
+        model = load_target(str(folder), **how, placement=placement)
+        found = capture(model, ids.to(device), torch.ones_like(ids).to(device), [1, 3, 4])
+        TargetHead.of_model(model)  # proves the norm on the loaded form
+        return [each.cpu() for each in found]
+
+    plain, expected = states(run.device), states("cpu")
+    for name, one, other in zip(("aux", "last block", "lm_head's input"), plain, expected, strict=True):
+        run.near(f"near the CPU: {name}", one, other, NEAR[torch.float32])
+    for title, placement in ways.items():
+        run.equal(f"{title}: states", states(run.device, placement), plain)
+
+
 def compare_loaders(run: Run, title: str, cache: Path) -> None:
     """Compare batches whose distributions the device made with those of the CPU."""
     found, expected = (
@@ -786,6 +815,7 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "speculators": check_speculators,
     "precompute": check_precompute,
     "tensor_parallel": check_tensor_parallel,
+    "placement": check_placement,
     "speed_prefetch": speed_prefetch,
     "speed_head": speed_head,
     "speed_step": speed_step,

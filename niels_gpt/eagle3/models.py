@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import operator
 import os
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from niels_gpt.eagle3.format.layout import WITHOUT_HOLES, refuse_sparse
 from niels_gpt.eagle3.format.torch_files import refuse_odd_archive
-from niels_gpt.eagle3.placement import METHOD, Placement, compute_in, refuse_other_modules
+from niels_gpt.eagle3.placement import METHOD, Placement, compute_in, refuse_other_modules, refuse_small_share
 from niels_gpt.eagle3.tensor_parallel import distributed_config
 from niels_gpt.hub.models import CONFIG, hub_file, hub_weights, is_local, refuse_large, shards_of
 from niels_gpt.storage import fileio
@@ -196,6 +197,8 @@ def load_target(
             )
     if placement.quantization and "disk" in (getattr(model, "hf_device_map", None) or {}).values():
         raise TargetError(f"{name}: it does not fit into memory. {_NOT_ON_DISK}")
+    if placement.quantization:
+        refuse_small_share(_blocks(model), f"{name}: --quantization {placement.quantization}")
     if placement.load_dtype is not None:
         compute_in(model, _blocks(model), dtype)
     opened: nn.Module = model.requires_grad_(False).eval()
@@ -324,6 +327,9 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _transformers() -> ModuleType:
+    # transformers imports torchao, if it is there, which warns of its extensions for other platforms, and torch of it.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import transformers
     except ImportError as error:
@@ -441,17 +447,17 @@ def _quiet() -> Iterator[None]:
     """Silence transformers' progress bars and its report on keys, which this module checks itself."""
     from transformers.utils import logging as of_transformers
 
-    logging: Any = of_transformers
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    library: Any = of_transformers
+    level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity_error()
     if bars:
-        logging.disable_progress_bar()
+        library.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        library.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            library.enable_progress_bar()
 
 
 # --- the target of the sample -----------------------------------------------------------------------------------------

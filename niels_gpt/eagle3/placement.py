@@ -250,6 +250,27 @@ def _largest_modules(tensors: Sequence[str]) -> list[str]:
     return [*list(found)[:6], "..."]
 
 
+def refuse_small_share(blocks: Iterable[nn.Module], what: str) -> None:
+    """Raise TargetError if less than half of the weights of the blocks is quantized.
+
+    The libraries quantize linear layers, and transformers keeps the experts of a mixture in another form.
+    """
+    from torch import Tensor, nn
+
+    sizes = {True: 0, False: 0}
+    for module in chain.from_iterable(block.modules() for block in blocks):
+        for weight in module.parameters(recurse=False):
+            is_plain = type(weight) is nn.Parameter and type(weight.data) is Tensor
+            is_packed = not is_plain and isinstance(module, nn.Linear)  # as 4-bit weights are
+            sizes[is_plain] += int(module.in_features * module.out_features) if is_packed else weight.numel()  # type: ignore[operator]
+    quantized, whole = sizes[False], sum(sizes.values())
+    if 2 * quantized < whole:
+        raise TargetError(
+            f"{what} reaches {quantized / whole:.0%} of the weights of its blocks, its linear layers. Pass "
+            "--device-map auto instead, or name a checkpoint that is quantized already"
+        )
+
+
 def compute_in(model: nn.Module, blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
     """Let a model of narrower weights compute in `dtype`: each block is cast as it runs, and the rest once.
 

@@ -3,18 +3,22 @@
 import gc
 import importlib.util
 import json
+import math
 import shutil
 import tempfile
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import ROOT
 from support.causal_models import tiny_model
 from support.commands import niels_gpt
 from support.eagle3_runs import whole_tree
 from support.errors import refused
 
 from niels_gpt.commands.eagle3 import precompute
+from niels_gpt.eagle3.format.native import NativeLayout
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.placement import Placement, parse_max_memory, read_device_map
 from niels_gpt.eagle3.target import capture, load_target
@@ -192,7 +196,7 @@ INT8 = ("--quantization", "torchao:int8wo")
 
 
 @pytest.mark.skipif(not is_here("torchao"), reason="needs the extra quantized")
-@pytest.mark.parametrize("kind", ["llama", "granite", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "granite", "cohere"])
 def test_the_head_is_proved_on_quantized_weights(kind, tmp_path):
     tiny_model(kind).save_pretrained(tmp_path)
     loaded = load_target(str(tmp_path), **FP32, placement=Placement(quantization="torchao:int8wo"))
@@ -200,6 +204,13 @@ def test_the_head_is_proved_on_quantized_weights(kind, tmp_path):
     assert TargetHead.of_model(loaded).facts() == TargetHead.of_model(whole).facts()
     block = next(iter(loaded.model.layers))
     assert "Int8" in type(block.self_attn.q_proj.weight).__name__
+
+
+@pytest.mark.skipif(not is_here("torchao"), reason="needs the extra quantized")
+def test_a_scheme_that_leaves_out_the_experts_of_a_mixture_is_refused(tmp_path):
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    with refused("E705", "--quantization torchao:int8wo", "%", "--device-map auto"):
+        load_target(str(tmp_path), **FP32, placement=Placement(quantization="torchao:int8wo"))
 
 
 @pytest.mark.skipif(not is_here("bitsandbytes"), reason="bitsandbytes is not installed")
@@ -306,3 +317,68 @@ def test_quantized_weights_on_the_disk_are_refused(run, map_file):
     assert status == 1 and "cannot lie on the disk" in errors
     status, _, errors = run(*INT8, "--device-map", "auto", "--max-memory", "cpu=200KB")
     assert status == 1 and "--max-memory" in errors
+
+
+# --- the table of the page --------------------------------------------------------------------------------------------
+
+
+def llama(hidden, inner, layers, heads, **more):
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": 128_256}
+    return LlamaConfig(num_attention_heads=heads, num_key_value_heads=8, **sizes, **more)
+
+
+def qwen3_moe():
+    from transformers import Qwen3MoeConfig
+
+    sizes = {"hidden_size": 4096, "moe_intermediate_size": 1536, "num_hidden_layers": 94, "vocab_size": 151_936}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128}
+    return Qwen3MoeConfig(num_experts=128, num_experts_per_tok=8, **heads, **sizes)
+
+
+TARGETS = {
+    "Llama 3.2 1B": lambda: llama(2048, 8192, 16, 32, tie_word_embeddings=True),
+    "Llama 3.1 8B": lambda: llama(4096, 14336, 32, 32),
+    "Llama 3.1 70B": lambda: llama(8192, 28672, 80, 64),
+    "Llama 3.1 405B": lambda: llama(16384, 53248, 126, 128),
+    "Qwen3 235B-A22B": qwen3_moe,
+}
+TOKENS = 68_000 * 538
+
+
+def row_of(name):
+    """The figures of a target in the page's table, computed: bytes in bf16 and int8, GPUs, bytes a token, disk."""
+    from transformers import AutoModelForCausalLM
+
+    config = TARGETS[name]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    whole = sum(weight.numel() for weight in model.parameters())
+    blocks = sum(weight.numel() for weight in model.model.layers.parameters())
+    linear = [each for each in model.model.layers.modules() if isinstance(each, torch.nn.Linear)]
+    in_int8 = sum(each.weight.numel() for each in linear)
+    # A byte for each weight of the linear layers, a scale for each of their rows, and the rest in bf16.
+    int8 = 2 * (whole - in_int8) + in_int8 + 2 * sum(each.out_features for each in linear)
+    forms = [2 * whole, int8 if 2 * in_int8 >= blocks else None]
+    million = np.array([[10**6, 10**6, 600_000]])  # tokens, rows of auxiliary states, target rows
+    layouts = [NativeLayout(config.hidden_size, 3, "bf16", aux) for aux in ("bf16", "fp8")]
+    by_token = [sum(layout.token_bytes(million).values()) for layout in layouts]
+
+    def each(values, text):
+        return ", ".join("none" if value is None else text(value) for value in values)
+
+    return [
+        *(each([size], lambda size: f"{size / 1e9:.1f} GB") for size in forms),
+        *(each(forms, lambda size, most=most: f"{math.ceil(size / (0.9 * most * 1e9))}") for most in (80, 141)),
+        each(by_token, lambda size: f"{size:,.0f}"),
+        each(by_token, lambda size: f"{TOKENS * size / 1e12:.2f} TB"),
+    ]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_table_of_targets_is_computed_from_their_configs_and_the_layout(name):
+    page = (ROOT / "docs" / "eagle3.md").read_text(encoding="utf-8")
+    line = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[1:7] == row_of(name) and cells[8] == "arithmetic"

@@ -143,7 +143,7 @@ def normalized(name):
 def test_every_package_that_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    named = ("dagster", "dask", "eagle3", "fast", "grain", "lightning", "plot", "rl", "s3")
+    named = ("dagster", "dask", "eagle3", "fast", "grain", "lightning", "plot", "quantized", "rl", "s3")
     needed = [*project["dependencies"], *(line for name in named for line in extras[name])]
     declared = {normalized(re.split(r"[^\w.-]", line)[0]) for line in needed}
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
