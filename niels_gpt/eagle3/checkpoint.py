@@ -25,6 +25,7 @@ from niels_gpt.eagle3.models import _AGAIN, _blocks, _quiet, _transformers, tens
 from niels_gpt.storage.errors import TargetError
 
 _TOKENS = 8
+_NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
 _TUPLES = (0, 1, 2)  # lengths of the tuple that a block returns, which begins with its states; 0: the states alone
 
 
@@ -34,7 +35,8 @@ def load_ends(
     """Load a causal language model without its decoder blocks, in eval mode, without gradients.
 
     Its blocks have no weights and pass on their input; the last one gives drawn states, so what follows it meets
-    numbers of every size. All other weights are those of the checkpoint, in `dtype`, on `device`.
+    numbers of every size. All other weights are those of the checkpoint, in `dtype`, on `device`; embeddings that are
+    not lm_head stay in the checkpoint's dtype if it is narrower.
 
     name: a folder, else a hub id, of which only the files with these tensors are downloaded. revision: see
         `target_facts`.
@@ -47,22 +49,7 @@ def load_ends(
     for each in {id(one): one for one in (config, config.get_text_config())}.values():
         if getattr(each, "quantization_config", None) is not None:  # of the blocks: quantizers leave the ends alone
             del each.quantization_config
-    num_bytes = sum(path.stat().st_size for path in set(files.values()))
-    try:
-        with _quiet(), ExitStack() as opened:
-            model, found = _class_without_blocks(config, f"{folder}", num_bytes).from_pretrained(
-                None,
-                config=config,
-                state_dict=_slices(files, opened),
-                dtype=dtype,
-                attn_implementation="eager",
-                ignore_mismatched_sizes=True,  # refused below, by name
-                output_loading_info=True,
-            )
-    except (TargetError, OSError):
-        raise
-    except Exception as error:  # safetensors' or the model's own
-        raise TargetError(f"{name}: its head could not be loaded: {type(error).__name__}: {error}") from error
+    model, found = _loaded(name, config, folder, files, dtype)
     wrong = {"lacks": found["missing_keys"], "has another shape of": {key for key, *_ in found["mismatched_keys"]}}
     for what, keys in wrong.items():
         if keys:
@@ -70,9 +57,42 @@ def load_ends(
                 f"{folder}: its checkpoint {what} {', '.join(sorted(keys)[:3])}: expected embeddings, final norm and "
                 f"lm_head as transformers names them, not quantized, and the config.json of this model. {_AGAIN}"
             )
+    _widen(model, dtype)
     ends: nn.Module = model.requires_grad_(False).eval().to(device)
-    _choose_form(ends, name)
+    _choose_form(ends, name, dtype)
     return ends
+
+
+def _loaded(name: str, config: Any, folder: Path, files: dict[str, Path], dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return a model without blocks in `dtype`, or in the narrower one of its files, and the report on its keys."""
+    num_bytes = sum(path.stat().st_size for path in set(files.values()))
+    try:
+        with _quiet(), ExitStack() as opened:
+            slices = _slices(files, opened)
+            stored = {about.get_dtype() for about in slices.values()}
+            narrow = _NARROW.get(min(stored)) if len(stored) == 1 and dtype == torch.float32 else None
+            loaded: tuple[Any, Any] = _class_without_blocks(config, f"{folder}", num_bytes).from_pretrained(
+                None,
+                config=config,
+                state_dict=slices,
+                dtype=narrow or dtype,
+                attn_implementation="eager",
+                ignore_mismatched_sizes=True,  # refused by name
+                output_loading_info=True,
+            )
+    except (TargetError, OSError):
+        raise
+    except Exception as error:  # safetensors' or the model's own
+        raise TargetError(f"{name}: its head could not be loaded: {type(error).__name__}: {error}") from error
+    return loaded
+
+
+def _widen(model: Any, dtype: torch.dtype) -> None:
+    """Cast all weights but embeddings that nothing computes with: a second copy of those may take gigabytes."""
+    table, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    for weight in model.parameters():
+        if weight is not table or weight is getattr(lm_head, "weight", None):
+            weight.data = weight.data.to(dtype)
 
 
 def _slices(files: dict[str, Path], opened: ExitStack) -> dict[str, Any]:
@@ -129,7 +149,7 @@ def _beside(model: nn.Module, block: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _choose_form(model: nn.Module, name: str) -> None:
+def _choose_form(model: nn.Module, name: str, dtype: torch.dtype) -> None:
     """Let the blocks return what the model's code takes: their states, or a tuple that begins with them."""
     blocks, weight = _blocks(model), model.get_output_embeddings().weight  # type: ignore[operator]
     ids = torch.arange(_TOKENS, device=weight.device).remainder(len(weight))[None]
@@ -138,7 +158,7 @@ def _choose_form(model: nn.Module, name: str) -> None:
     for length in _TUPLES:
         for number, block in enumerate(blocks):
             # Not a module's own method: the class of a block may be any.
-            block.forward = partial(_passed, length=length, is_last=number == len(blocks) - 1)
+            block.forward = partial(_passed, length=length, drawn=dtype if number == len(blocks) - 1 else None)
         try:
             with torch.no_grad():
                 output = model(input_ids=ids, attention_mask=torch.ones_like(ids), **how)
@@ -152,9 +172,13 @@ def _choose_form(model: nn.Module, name: str) -> None:
     raise TargetError(f"{name}: {found}, so its head is known where the target runs alone")
 
 
-def _passed(*arguments: Tensor, length: int, is_last: bool, **named: Any) -> Any:
-    """The forward of a block without weights. Raises: LookupError for a block that is not given hidden_states."""
+def _passed(*arguments: Tensor, length: int, drawn: torch.dtype | None, **named: Any) -> Any:
+    """The forward of a block without weights. drawn: dtype of drawn states to return; None: the given ones.
+
+    Raises: LookupError for a block that is not given hidden_states.
+    """
     states: Tensor = arguments[0] if arguments else named["hidden_states"]
-    if is_last:  # an embedding may be zeros, which no norm and no scale changes
-        states = (torch.randn(states.shape, generator=torch.Generator().manual_seed(1)) + 0.25).to(states)
+    if drawn is not None:  # an embedding may be zeros, which no norm and no scale changes
+        made = torch.randn(states.shape, generator=torch.Generator().manual_seed(1)) + 0.25
+        states = made.to(states.device, drawn)
     return states if not length else (states, *[None] * (length - 1))

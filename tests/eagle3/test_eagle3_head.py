@@ -68,6 +68,21 @@ def test_a_model_with_a_vision_tower_needs_nothing_of_it(tmp_path):
     assert_equal(TargetHead.of_checkpoint(str(folder), dtype=torch.float32), TargetHead.of_model(model))
 
 
+def test_a_narrow_checkpoint_computes_in_float32_and_its_embeddings_are_not_copied(tmp_path):
+    model = tiny_model("llama", "eager").to(torch.bfloat16)
+    folder = saved(model, tmp_path / "target")
+    config = json.loads((folder / "config.json").read_bytes())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # of the blocks alone
+    (folder / "config.json").write_text(json.dumps(config))
+    head, expected = TargetHead.of_checkpoint(str(folder), dtype=torch.float32), TargetHead.of_model(model.float())
+    weights, wanted = head.weights(), expected.weights()
+    assert head.facts() == expected.facts() and weights.pop("embeddings").dtype == torch.bfloat16
+    assert torch.equal(head.weights()["embeddings"].float(), wanted.pop("embeddings"))
+    assert weights.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert weights[name].dtype == torch.float32 and torch.equal(weights[name], weight)
+
+
 def test_files_that_hold_blocks_alone_may_be_gone_and_one_of_the_head_is_named(tmp_path):
     model = tiny_model("llama")
     folder = saved(model, tmp_path / "target", max_shard_size="8KB")
