@@ -103,6 +103,7 @@ def test_another_chat_template_rebuilds_the_chats_alone(instance: dg.DagsterInst
     shown = metadata(run(instance, settings, *keys))["sft/dolly15k"]
     assert (shown["chat_template"]["loss_on"], shown["run/state"]) == ("assistant", "built")
     assert 0 < shown["supervised_share"] < 1 and shown["pad_id"] == "0" and "[[" in str(shown["examples"])
+    assert 1 <= shown["utf8_bytes_per_token"] < 8 and "bytes_per_token" not in shown
     last = dataclasses.replace(settings, loss_on="last")
     assert stale(instance, last) == {"sft/dolly15k": "has a new code version"}
     assert built(run(instance, last, *keys)) == {"sft/dolly15k"}
