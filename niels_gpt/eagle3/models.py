@@ -15,7 +15,7 @@ import re
 import secrets
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -33,7 +33,7 @@ from niels_gpt.eagle3.format.layout import WITHOUT_HOLES, refuse_sparse
 from niels_gpt.eagle3.format.torch_files import refuse_odd_archive
 from niels_gpt.eagle3.placement import METHOD, Placement, compute_in, refuse_other_modules, refuse_small_share
 from niels_gpt.eagle3.tensor_parallel import distributed_config
-from niels_gpt.hub.models import CONFIG, hub_file, hub_weights, is_local, refuse_large, shards_of
+from niels_gpt.hub.models import CONFIG, OfflineError, hub_file, hub_weights, is_local, refuse_large, shards_of
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import NotFound, TargetError, errors_as
 from niels_gpt.storage.fileio import canonical_json, open_for_reading, sha256_file
@@ -310,7 +310,9 @@ def _local(folder: Path, file: str) -> Path | None:
 
 
 def _of_hub(name: str, commit: str, file: str) -> Path | None:
-    return hub_file(name, file, commit)
+    with suppress(OfflineError):  # of files that were never asked for
+        return hub_file(name, file, commit)
+    return None
 
 
 def _names_in(path: Path) -> list[str]:

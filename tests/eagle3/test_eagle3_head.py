@@ -118,6 +118,25 @@ def test_a_head_on_disk_is_read_from_the_checkpoint_and_proved_on_the_model(tmp_
         TargetHead.of_model(offloaded)
 
 
+def test_of_the_hub_the_files_with_the_head_are_enough(tmp_path, monkeypatch):
+    from pathlib import Path
+
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    repository = Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--somebody--large"
+    model, commit = tiny_model("llama"), "c" * 40
+    folder = saved(model, repository / "snapshots" / commit, max_shard_size="8KB")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    placed = json.loads((folder / "model.safetensors.index.json").read_bytes())["weight_map"]
+    for name in {*placed.values()} - {placed[name] for name in ENDS}:
+        (folder / name).unlink()
+    for revision in (None, commit):
+        head = TargetHead.of_checkpoint("somebody/large", revision=revision, dtype=torch.float32)
+        assert_equal(head, TargetHead.of_model(model))
+
+
 def without(name):
     return lambda weights: {key: weight for key, weight in weights.items() if key != name}
 
