@@ -1,11 +1,10 @@
 """Train a small target for examples/train_eagle3_draft.py on short chats: docs/eagle3_draft.md shows it.
 
-    python examples/small_target.py run --source-root MIRROR --category classification --longest 250
+    python examples/small_target.py run --source-root MIRROR --longest 200
 
 Writes run/target, a Llama of 4 layers with a tokenizer of the project, and the chats as files: train.jsonl, which the
 target has learned, and held_out.jsonl, 100 that neither it nor its tokenizer has seen. The chats are the first question
-and reply of dolly15k and oasst1 where both together are short; or those of one category of dolly15k, whose replies are
-easier to foresee. Equal runs give equal weights.
+and reply of dolly15k and oasst1 where both together are short. Equal runs give equal weights.
 """
 
 from __future__ import annotations
@@ -36,15 +35,11 @@ Messages = list[dict[str, str]]
 SEQ_LENGTH = 160  # tokens
 
 
-def short_chats(source_root: str, longest: int, category: str | None) -> list[Messages]:
-    """Return the short chats in an order drawn from seed 0, each first question once.
-
-    longest: characters of question and reply. category: of dolly15k; None: all chats of both datasets.
-    """
+def short_chats(source_root: str, longest: int) -> list[Messages]:
+    """Return the short chats in an order drawn from seed 0, each first question once. longest: characters of a chat."""
     found: dict[str, Messages] = {}
-    dolly = iter_dolly_sft(source_root=source_root)
-    samples = (each for each in dolly if category in (None, each.meta["category"]))
-    for sample in chain(samples, [] if category else iter_oasst1_sft(split="all", source_root=source_root)):
+    samples = chain(iter_dolly_sft(source_root=source_root), iter_oasst1_sft(split="all", source_root=source_root))
+    for sample in samples:
         first = sample.messages[:2]
         if sum(len(message.content) for message in first) <= longest:
             found.setdefault(first[0].content, [{"role": each.role, "content": each.content} for each in first])
@@ -79,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     """Train the tokenizer and the target; print the losses."""
     options = parse(argv)
     torch.manual_seed(0)
-    chats = short_chats(options.source_root, options.longest, options.category)
+    chats = short_chats(options.source_root, options.longest)
     folder = options.out / "target"
     held_out, train = chats[: options.held_out], chats[options.held_out :]
     options.out.mkdir(exist_ok=True)
@@ -141,7 +136,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     made.add_argument("out", type=Path, help="folder that receives the target and the chats")
     made.add_argument("--source-root", default="hub", help="where dolly15k and oasst1 are: hub, or a mirror's folder")
-    made.add_argument("--category", help="only the chats of this category of dolly15k, such as classification")
     made.add_argument("--longest", type=int, default=400, metavar="N", help="characters of a chat")
     made.add_argument("--held-out", type=int, default=100, metavar="N", help="chats that are not trained on")
     made.add_argument("--vocab-size", type=int, default=2048, metavar="N", help="of the tokenizer")

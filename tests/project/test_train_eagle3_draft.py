@@ -182,12 +182,13 @@ def test_the_last_block_is_refused_as_an_auxiliary_layer(example, run, tmp_path)
 
 
 SMALLER = {
-    "--source-root MIRROR --category classification --longest 250": "--source-root sample --held-out 5",
-    "--hidden 96 --epochs 20": "--hidden 32 --epochs 1",
+    "--source-root MIRROR --longest 200": "--source-root sample",
+    "--hidden 96 --epochs 4": "--hidden 32 --epochs 1",
+    "--held-out 60": "--held-out 5",
     "--limit 900": "--limit 12",
-    "--max-new-tokens 64": "--max-new-tokens 16",
+    "--max-new-tokens 48": "--max-new-tokens 16",
     "--draft-vocab-size 256": "--draft-vocab-size 200",
-    "--seeds 0 1 2": "--seeds 0 --new-tokens 12",
+    "--seeds 0 1 2 --new-tokens 48": "--seeds 0 --new-tokens 12",
     "head -n 900": "head -n 12",
 }
 """Of the page's options, those that make it take an hour."""
@@ -201,12 +202,12 @@ def test_the_commands_of_the_page_run_from_a_target_to_a_draft_on_the_disk(parts
         text = text.replace(before, after)
     text = re.sub(r"^<!-- not run: takes [^\n]+-->\n", "", text, flags=re.MULTILINE)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    page = Page(text, tmp_path)
+    page = Page(text, tmp_path, timeout_s=1800)  # 15 commands, each of which imports torch, on a busy machine
     page.run()  # an AssertionError where a command fails
     trained = text.count("$ python examples/train_eagle3_draft.py")
     lengths = [float(found) for found in re.findall(r"^seed 0: acceptance length (\S+),", page.rewritten, re.MULTILINE)]
     assert len(lengths) == trained == 7 and all(1 <= length <= 5 for length in lengths)
-    assert page.rewritten.rstrip().count("nats a token") == 1  # the target's held-out loss
+    assert re.search(r"^[\d,]+ chats of [\d,]+ tokens; held out: \d\.\d{3} nats a token$", page.rewritten, re.MULTILINE)
     numbers = sorted(path.stem for path in (tmp_path / "run").glob("*.json"))
     assert numbers == ["live", "native_bf16", "native_fp8", "off_policy", "top_2", "untrained", "version_1"]
     saved = load_file(tmp_path / "run" / "draft" / "specforge" / "model.safetensors")

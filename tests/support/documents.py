@@ -132,10 +132,10 @@ def difference(shown, real):
 
 
 class Page:
-    """Runs the blocks of a page in a folder."""
+    """Runs the blocks of a page in a folder. timeout_s: of a block of commands."""
 
-    def __init__(self, text, folder):
-        self.text, self.folder = text, folder
+    def __init__(self, text, folder, timeout_s=TIMEOUT_S):
+        self.text, self.folder, self.timeout_s = text, folder, timeout_s
         self.names = {"__name__": "__main__"}
         self.differences = []
         self.rewritten = text
@@ -183,7 +183,7 @@ class Page:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=self.timeout_s,
         ).stdout
         parts = done.split("\036")  # the output of a command, its exit code, the output of the next one, ...
         body = ""
