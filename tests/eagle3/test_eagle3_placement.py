@@ -22,6 +22,9 @@ from niels_gpt.eagle3.format.native import NativeLayout
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.placement import Placement, parse_max_memory, read_device_map
 from niels_gpt.eagle3.target import capture, load_target
+from niels_gpt.recipes.eagle3.options import Options
+from niels_gpt.recipes.eagle3.request import settings_fingerprint
+from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import canonical_json
 
 pytest.importorskip("transformers", reason="a target needs the extra eagle3")
@@ -317,6 +320,22 @@ def test_quantized_weights_on_the_disk_are_refused(run, map_file):
     assert status == 1 and "cannot lie on the disk" in errors
     status, _, errors = run(*INT8, "--device-map", "auto", "--max-memory", "cpu=200KB")
     assert status == 1 and "--max-memory" in errors
+
+
+# --- fingerprints -----------------------------------------------------------------------------------------------------
+
+
+def test_only_what_decides_bytes_is_in_a_fingerprint_and_only_where_it_is_set():
+    plain = settings_fingerprint(Settings(), "eagle3/targets")
+    placed = Settings(eagle3_device_map="auto", eagle3_max_memory="cpu=1GB")
+    assert settings_fingerprint(placed, "eagle3/targets") == plain
+    for changed in ({"eagle3_quantization": "torchao:int8wo"}, {"eagle3_load_dtype": "bf16"}):
+        settings = Settings(**changed)
+        assert settings_fingerprint(settings, "eagle3/targets") != plain
+        options = Options.from_settings(settings, target_model="target")
+        (name, value), *_ = changed.items()
+        unset = Options(target_model="target", input_data="dolly15k").in_fingerprint
+        assert options.in_fingerprint == unset | {name.removeprefix("eagle3_"): value}
 
 
 # --- the table of the page --------------------------------------------------------------------------------------------
