@@ -34,8 +34,8 @@ KINDS = {
 }
 FORMS = {"dense": {"dtype": "fp32"}, "native": {**small.NATIVE, "dtype": "fp32"}}
 EXACT = ("input_ids", "attention_mask", "loss_mask", "loss_bits", "aux_starts", "row_starts", "token_starts")
-BROKEN = ("doge", "inkling_text", "hrm_text")
-"""Architectures whose plan fails, or whose blocks are not found."""
+BROKEN = ("doge", "inkling_text", "hrm_text", "granitemoehybrid")
+"""Architectures whose plan fails, whose blocks are not found, or that need a cache of attention (the last one)."""
 FIRST_CHOICE = ("argmax_ids", "position_mask")
 
 
