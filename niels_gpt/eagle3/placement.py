@@ -34,7 +34,6 @@ SCHEMES = {
     "bitsandbytes:4bit": "load_in_4bit",
 }
 """Library and scheme -> torchao's class, or the argument of transformers' BitsAndBytesConfig."""
-LOAD_DTYPES = ("bf16", "fp16", "fp32")
 FORM = ("quantization", "quantizer", "load_dtype")
 """Keys of the plan's `run` that state the form of the weights, each only where it is not the default."""
 STORED = "checkpoint:"

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import tempfile
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from support.errors import refused
 from niels_gpt.commands.eagle3 import precompute
 from niels_gpt.eagle3.format.native import NativeLayout
 from niels_gpt.eagle3.head import TargetHead
-from niels_gpt.eagle3.placement import Placement, parse_max_memory, read_device_map
+from niels_gpt.eagle3.placement import SCHEMES, Placement, parse_max_memory, read_device_map
 from niels_gpt.eagle3.target import capture, load_target
 from niels_gpt.recipes.eagle3.options import Options
 from niels_gpt.recipes.eagle3.request import settings_fingerprint
@@ -401,3 +402,8 @@ def test_the_table_of_targets_is_computed_from_their_configs_and_the_layout(name
     line = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[1:7] == row_of(name) and cells[8] == "arithmetic"
+
+
+def test_every_scheme_can_be_asked_for():
+    named = next(each for each in fields(Options) if each.name == "quantization").metadata["flag"]["choices"]
+    assert set(named) == set(SCHEMES)

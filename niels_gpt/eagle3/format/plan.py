@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.eagle3.format.layout import SIDECAR, Layout, PathLike, read_file, row_bytes_of
+from niels_gpt.eagle3.format.layout import DTYPES, SIDECAR, Layout, PathLike, read_file, row_bytes_of
 from niels_gpt.eagle3.format.manifest import is_good, is_native, layout_of, read_manifest
 from niels_gpt.eagle3.format.native import NativeLayout, row_counts
 from niels_gpt.eagle3.format.samples import IDS_NAME, Samples
-from niels_gpt.eagle3.placement import LOAD_DTYPES, METHOD, SCHEMES, STORED
+from niels_gpt.eagle3.placement import METHOD, SCHEMES, STORED
 from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.storage.meta_json import checked_count, parse_object, shortened
@@ -441,7 +441,7 @@ _VALID: dict[str, Callable[[Any], bool]] = {
             value in SCHEMES or (value.startswith(STORED) and METHOD.fullmatch(value.removeprefix(STORED)) is not None)
         )
     ),
-    "run.load_dtype": partial(is_good, "a text", LOAD_DTYPES),
+    "run.load_dtype": partial(is_good, "a text", tuple(DTYPES)),
     "run.tensor_parallel": partial(is_good, "an integer", (2, _MAX_RANKS)),
 }
 """Dotted name of a plan.json field -> whether a value is valid."""

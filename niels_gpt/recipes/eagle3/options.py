@@ -14,7 +14,6 @@ from dataclasses import MISSING, InitVar, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from niels_gpt.eagle3.placement import LOAD_DTYPES, MAPS, SCHEMES, parse_max_memory
 from niels_gpt.hub.models import is_local
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import CodedWarning
@@ -30,6 +29,8 @@ _WHAT, _FORM, _SERVER, _HOW = GROUPS
 _SETTINGS = {each.name: each for each in fields(Settings)}
 _NATIVE, _DENSE = ("native",), ("1", "2")
 """Forms of a cache."""
+_SCHEMES = ("torchao:int8wo", "torchao:int4wo", "torchao:float8wo", "bitsandbytes:8bit", "bitsandbytes:4bit")
+"""The keys of placement.SCHEMES."""
 
 
 def _option(
@@ -112,10 +113,10 @@ class TargetOptions:
     device_map: str | None = _option(_HOW, setting="eagle3_device_map", metavar="MAP")
     max_memory: str | None = _option(_HOW, setting="eagle3_max_memory", metavar="LIMITS")
     quantization: str | None = _option(
-        _HOW, setting="eagle3_quantization", decides=True, is_newer=True, choices=tuple(SCHEMES), metavar="SCHEME"
+        _HOW, setting="eagle3_quantization", decides=True, is_newer=True, choices=_SCHEMES, metavar="SCHEME"
     )
     load_dtype: str | None = _option(
-        _HOW, setting="eagle3_load_dtype", decides=True, is_newer=True, choices=LOAD_DTYPES
+        _HOW, setting="eagle3_load_dtype", decides=True, is_newer=True, choices=("bf16", "fp16", "fp32")
     )
     attention: str = _option(
         _HOW,
@@ -144,6 +145,8 @@ class TargetOptions:
                 "or name a model of the hub by its id"
             )
         if self.max_memory is not None:
+            from niels_gpt.eagle3.placement import MAPS, parse_max_memory
+
             parse_max_memory(self.max_memory)
             if self.device_map not in MAPS:
                 raise ValueError(

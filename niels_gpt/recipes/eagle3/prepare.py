@@ -22,7 +22,7 @@ from niels_gpt.chat_template import roles_counted
 from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.placement import Placement
 from niels_gpt.recipes.eagle3.options import Options
-from niels_gpt.recipes.eagle3.request import KEY, Resolved, manifest_of, placement_of, run_facts, target_name
+from niels_gpt.recipes.eagle3.request import KEY, Resolved, manifest_of, target_name
 from niels_gpt.recipes.records import cache_root
 from niels_gpt.settings import Settings
 from niels_gpt.signals import Found, is_of_kept
@@ -259,6 +259,7 @@ def target_of(
     from niels_gpt.eagle3.format.plan import read_record
     from niels_gpt.eagle3.inspect.recompute import Target
     from niels_gpt.eagle3.models import checkpoint_quantization, target_facts
+    from niels_gpt.recipes.eagle3.running import placement_of, run_facts
 
     record = read_record(cache, follow_links=follow_links)
     planned, made_from = ({}, {}) if record is None else (record["run"], record["target"])

@@ -23,16 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from niels_gpt.data.exclude import Exclusion
 from niels_gpt.data.sources import SOURCES
-from niels_gpt.eagle3.placement import (
-    FORM,
-    SCHEMES,
-    STORED,
-    Placement,
-    parse_max_memory,
-    read_device_map,
-    refuse_other_devices,
-    weight_form,
-)
 from niels_gpt.engine.units import plans_of
 from niels_gpt.hub.models import is_local
 from niels_gpt.recipes.eagle3.options import KEYS, Options, TargetOptions, flag_name
@@ -45,7 +35,7 @@ from niels_gpt.recipes.records import (
 from niels_gpt.recipes.resolve import resolve_whole
 from niels_gpt.recipes.tokenizer import ensure_tokenizer, no_sentinels
 from niels_gpt.recipes.user_sources import user_sources
-from niels_gpt.settings import Settings, usable_cores
+from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
 from niels_gpt.storage.errors import CacheError, InputError, LeftOut, TargetError
 from niels_gpt.storage.fileio import canonical_json
@@ -53,6 +43,7 @@ from niels_gpt.storage.fileio import canonical_json
 if TYPE_CHECKING:
     from niels_gpt.chat.protocol import ChatTokenizer
     from niels_gpt.eagle3.models import TargetFacts
+    from niels_gpt.eagle3.placement import Placement
 
 VOCAB_KEY, KEY = KEYS
 SMALL_TARGET = "small_target"
@@ -221,6 +212,7 @@ class Target:
         from niels_gpt.chat.tokenizers import open_tokenizer
         from niels_gpt.eagle3.models import checkpoint_quantization, target_facts
         from niels_gpt.recipes.eagle3.input import input_facts
+        from niels_gpt.recipes.eagle3.running import placement_of, run_facts
 
         before, name = recorded.get("target", {}), getattr(options, "target_name", None) or options.target_model
         revision = options.revision or (before.get("revision") if before.get("name") == name else None)
@@ -415,6 +407,7 @@ def resolve(
     """
     from niels_gpt.eagle3.disk import refuse_unusable
     from niels_gpt.eagle3.models import refuse_other_ranks
+    from niels_gpt.eagle3.placement import FORM
     from niels_gpt.eagle3.resume import recorded_plan, refuse_existing
     from niels_gpt.eagle3.target import checked_aux_layer_ids, parse_aux_layers
     from niels_gpt.recipes.eagle3.input import ROWS
@@ -481,69 +474,6 @@ def _refuse_other_draft(resolved: Resolved) -> None:
         is_stated = is_stated and options.partition is None  # other partitions have the first one
         size = len(resolved.draft_vocab or ()) or resolved.vocab_size
         refuse_other_draft(options.output_dir, resolved.draft_vocab, size, is_stated=is_stated)
-
-
-def run_facts(options: TargetOptions, recorded: dict[str, Any], stored: str | None = None) -> dict[str, Any]:
-    """Return how the target is run: the fields of `format.plan.Run`, and the form of its weights unless the default.
-
-    recorded: supplies unset options. stored: see `weight_form`.
-    Raises: ValueError if cuda is asked for but not usable, or has too few GPUs, or for another form than the checkpoint
-        can have.
-    """
-    from niels_gpt.eagle3.format.plan import Run
-    from niels_gpt.eagle3.tensor_parallel import refuse_few_gpus
-
-    device, threads = options.device or recorded.get("device"), options.threads or recorded.get("threads")
-    run = Run.here(device, attention=options.attention, threads=threads or usable_cores())
-    dtype = recorded.get("compute_dtype") if run.device == recorded.get("device") else None
-    dtype = options.compute_dtype or dtype or run.compute_dtype
-    quantization, load_dtype = options.quantization, options.load_dtype
-    if quantization is None and load_dtype is None:
-        quantization = next((name for name in SCHEMES if name == recorded.get("quantization")), None)
-        load_dtype = recorded.get("load_dtype")
-    if recorded and "quantization" not in recorded and quantization is None and load_dtype is None:
-        stored = None  # a plan of an earlier version, which does not state it
-    form = weight_form(quantization, load_dtype, compute_dtype=dtype, stored=stored)
-    facts = {**asdict(run), "compute_dtype": dtype, **form}
-    if isinstance(options, Options) and (ranks := options.tensor_parallel or recorded.get("tensor_parallel", 1)) > 1:
-        refuse_few_gpus(run.device, ranks, options.workers)
-        facts["tensor_parallel"] = ranks
-    return facts
-
-
-def placement_of(options: TargetOptions, run: Mapping[str, Any]) -> Placement:
-    """Return where the weights lie, and in which form. run: from `run_facts`.
-
-    Raises: FileNotFoundError and ValueError for a device map or limits that cannot be used here.
-    """
-    import torch
-
-    where = None if options.device_map is None else read_device_map(options.device_map)
-    limits = None if options.max_memory is None else parse_max_memory(options.max_memory)
-    scheme, ranks = run.get("quantization", STORED), run.get("tensor_parallel", 1)
-    placement = Placement(where, limits, None if scheme.startswith(STORED) else scheme, run.get("load_dtype"), ranks)
-    if ranks > 1 and (where is not None or any(key in run for key in FORM)):
-        forms = ", ".join(str(run[key]) for key in FORM if key in run)
-        other = f"--device-map {options.device_map}" if where is not None else f"weights in another form ({forms})"
-        raise ValueError(f"--tensor-parallel {ranks} with {other}: only one of them is possible. Leave one out")
-    gpus = torch.cuda.device_count()
-    if isinstance(where, dict):
-        refuse_other_devices(where.values(), run["device"], gpus, f"--device-map {options.device_map}")
-        if placement.quantization and "disk" in where.values():
-            raise ValueError(
-                f"--device-map {options.device_map}: weights that are quantized as they are loaded cannot lie on the "
-                "disk. Leave out disk, or --quantization"
-            )
-    if limits is not None:
-        refuse_other_devices(limits, run["device"], gpus, f"--max-memory {options.max_memory}")
-    workers = getattr(options, "workers", 1)
-    if where is not None and workers > 1 and run["device"] == "cuda":
-        raise ValueError(
-            f"--workers {workers} with --device-map {options.device_map}: each process would spread a copy over the "
-            "same GPUs. Pass --workers 1; for several copies run partitions (--partitions, --partition), each "
-            "with its own CUDA_VISIBLE_DEVICES"
-        )
-    return placement
 
 
 def _known_vocab(options: Options, vocab_size: int) -> list[int] | None:
