@@ -2,10 +2,9 @@
 
 SpecForge's offline features are a tree of *.ckpt or *.ckpt.gz files, one a sample. Their order is that of the number in
 their names (data_9.ckpt before data_10.ckpt, in whichever folder); where a name has no number, or two have the same, it
-is the order of the paths. Each is
-a torch.save dict: `input_ids` [L], `loss_mask` [L], `hidden_state` [1, L, H], the input of lm_head, and
-`aux_hidden_state` [1, L, 3H]. SpecForge's trainer later shifts ids and target states by one token, but not the mask,
-and sets the mask's last value to 0.
+is the order of the paths. Each is a torch.save dict: `input_ids` [L], `loss_mask` [L], `hidden_state` [1, L, H], the
+input of lm_head, and `aux_hidden_state` [1, L, 3H]. SpecForge's trainer later shifts ids and target states by one
+token, but not the mask, and sets the mask's last value to 0.
 
 speculators' offline data are a folder of `datasets` that contains hidden_states/hs_{i}.safetensors for each row i. Rows
 have `input_ids`, `loss_mask` and `seq_len`. A file has `token_ids` [L] and `hidden_states` [L, K + 1, H]; its last
@@ -59,12 +58,8 @@ class SpecForgeFiles:
 
         Raises: CacheError E711 if there is no such file, or a subfolder is a link; OSError.
         """
-        self._folder, self._sizes, self._follow_links, self._grows = (
-            folder,
-            (hidden_size, vocab_size),
-            follow_links,
-            grows,
-        )
+        self._folder, self._sizes = folder, (hidden_size, vocab_size)
+        self._follow_links, self._grows = follow_links, grows
         self._paths: dict[int, Path] = {}
         there = self.look()
         self.count = None if grows else there
@@ -81,8 +76,9 @@ class SpecForgeFiles:
             if number in numbered and self._grows:
                 found = f"has the number {number} like {printable(os.path.relpath(numbered[number], self._folder))}"
                 raise CacheError(path, found, "a number of its own in each name", code="E711")
-            if number is None and self._grows:
-                found, remedy = "has no number in its name", "Import such a folder once it is complete: eagle3 import"
+            if (number is None or number >= _MAX_ROWS) and self._grows:
+                found = f"has no number below {_MAX_ROWS:,} in its name"
+                remedy = "Import such a folder once it is complete: eagle3 import"
                 raise CacheError(path, found, "names such as data_12.ckpt", remedy, code="E711")
             if number is not None:
                 numbered[number] = path
@@ -127,8 +123,8 @@ class SpecForgeFiles:
 
 def _number_of(path: str) -> int | None:
     """Return the last number in a file's name; None for a name without one."""
-    numbers = re.findall("[0-9]{1,18}", os.path.basename(path).partition(".ckpt")[0])
-    return int(numbers[-1]) if numbers else None
+    numbers = re.findall("[0-9]+", os.path.basename(path).partition(".ckpt")[0])
+    return int(numbers[-1]) if numbers else None  # a name has 255 bytes at most
 
 
 def _walked(folder: Path, follow_links: bool) -> Iterator[tuple[str, list[str]]]:

@@ -4,9 +4,9 @@ Samples are taken in the order of their numbers, whatever the order in which the
 `import_cache` makes of the complete folder, byte for byte, if the conventions are stated; otherwise they are proved on
 the first samples, and `imported.proved` in manifest.json differs.
 
-A sample is taken when its file is whole: it is read with all checks of an import, and its inode, size and time of
-change are the same before and after. A faulty file is read again when it changes, and refused once it has not changed
-for `patience` seconds. A missing file is waited for as long after a later one came.
+A sample is taken when its file is whole: it is read with all checks of an import and copied, and its inode, size and
+times of change are the same before and after. A faulty file is read again when it changes, and refused once it has not
+changed for `patience` seconds. A missing file is waited for as long after a later one came.
 
 OUT holds shards, receipts and watch.json (format/watched.py) while the folder fills, and no manifest.json. A run that
 was killed continues after the last shard that watch.json counts. One process holds the lock in the sidecar.
@@ -20,7 +20,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,9 @@ from niels_gpt.eagle3.format.layout import (
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import existing_shard_indices
-from niels_gpt.eagle3.format.meta import key_of
 from niels_gpt.eagle3.format.native import DEFAULT_SHARD_BYTES
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
-from niels_gpt.eagle3.format.watched import command_of, new_journal, read_journal, write_journal
+from niels_gpt.eagle3.format.watched import FRESH, command_of, new_journal, read_journal, write_journal
 from niels_gpt.eagle3.resume import leftovers, refuse_foreign
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
@@ -218,8 +217,8 @@ class _Watch:
         except CacheError:
             raise
         except (LookupError, TypeError, ValueError) as error:
-            found, remedy = f"does not fit its shards ({error!r})", "Remove the folder, and watch into a fresh one"
-            raise CacheError(out / WATCH_NAME, found, remedy=remedy, code="E701") from error
+            found = f"does not fit its shards ({error!r:.300})"
+            raise CacheError(out / WATCH_NAME, found, remedy=FRESH, code="E701") from error
 
     def _restore(self) -> None:
         """Take over the counts of the journal and of the shards that it counts. Raises: CacheError E701."""
@@ -229,8 +228,7 @@ class _Watch:
             receipt = read_receipt(self._out, shard)
             size = path.lstat().st_size if os.path.lexists(path) else None
             if receipt is None or size != receipt["bytes"]:
-                remedy = "Its source files may be removed: remove the folder, and let the server write the states again"
-                raise CacheError(path, "is not there in the size of its receipt", remedy=remedy, code="E701")
+                raise CacheError(path, "is not there in the size of its receipt", remedy=FRESH, code="E701")
             facts = receipt["facts"]
             new = {"samples": receipt["samples"], "tokens": facts["tokens"], "shards": 1}
             new["supervised_tokens"] = facts["supervised"]
@@ -238,11 +236,13 @@ class _Watch:
             run.target_rows += facts["target_rows"]
             run.seq_length = max(run.seq_length, *receipt["slots"])
             self._num_bytes += receipt["bytes"]
+        run.dropped.update(journal["dropped"])
+        if (samples := run.totals["samples"] + run.dropped.total()) != journal["taken"]:
+            raise ValueError(f"{samples:,} samples are in shards or left out, and {journal['taken']:,} were taken")
         for shard in sorted(existing_shard_indices(self._out)):
             if shard >= journal["shards"]:  # of a run that was killed before it was counted: it is made again
                 fileio.remove(receipt_path(self._out, shard))
                 fileio.remove(shard_path(self._out, shard))
-        run.dropped.update(journal["dropped"])
         run.first_dropped += journal["first_dropped"]
         run.was_fp8 = journal["was_fp8"]
         if (proved := journal["proved"]) is not None:
@@ -256,9 +256,10 @@ class _Watch:
         self._remove_taken()
 
     def end_of(self, samples_total: int | None) -> int | None:
-        """Return the number of samples that was fixed before, or is given. Raises: CacheError E703 if both differ."""
-        if self._end is not None and samples_total not in (None, self._end):
-            found = f"ended at {self._end:,} samples (mismatched fields: ['samples_total']), now {samples_total:,}"
+        """Return the number of samples that was fixed before, or is given. Raises: CacheError E703 for another one."""
+        taken = self._journal["taken"]
+        if samples_total is not None and (samples_total < taken or self._end not in (None, samples_total)):
+            found = f"has {taken:,} samples already (mismatched fields: ['samples_total']), now {samples_total:,}"
             raise CacheError(self._out, found, remedy="Continue it without --samples-total", code="E703")
         return samples_total if self._end is None else self._end
 
@@ -335,11 +336,11 @@ class _Watch:
             now = None if path is None else _state(path)
             if now is None:
                 journal["removed_files"] += 1
-                journal["removed_bytes"] += state[2]
+                journal["removed_bytes"] += state[1]
             elif path is not None and now == state and stat.S_ISREG(path.lstat().st_mode):
                 fileio.remove(path)
                 journal["removed_files"] += 1
-                journal["removed_bytes"] += state[2]
+                journal["removed_bytes"] += state[1]
             else:
                 journal["kept_files"] += 1
         journal["removing"] = []
@@ -393,6 +394,8 @@ class Arrivals:
                 before = state
                 try:
                     sample = self._importer.checked(index)
+                    if is_counted:  # it will be stored: its tensors are mapped, and the file may be written over
+                        sample = replace(sample, aux=sample.aux.clone(), last=sample.last.clone())
                     if path is not None and state is not None and _state(path) == state:
                         self.states[index] = state
                         return sample
@@ -435,8 +438,10 @@ class Arrivals:
 
 
 def _state(path: Path) -> list[int] | None:
-    """Return what changes when a file does; None for no file. With speculators' lock beside it, as if it changed."""
+    """Return inode, size, times of modification and change, and whether a lock is beside the file; None for no file."""
     try:
-        return [*key_of(os.lstat(path)), int(os.path.lexists(f"{path}.lock"))]
+        about = os.lstat(path)
     except FileNotFoundError:
         return None
+    is_locked = int(os.path.lexists(f"{path}.lock"))
+    return [about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns, is_locked]

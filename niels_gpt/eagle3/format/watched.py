@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,45 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import canonical_json, write_bytes
 from niels_gpt.storage.meta_json import parse_object, printable
 
+FRESH = (
+    "Watch into a fresh folder. If --consume removed files, the server must write their states again, as this folder "
+    "alone has them"
+)
+"""Remedy for a folder that cannot be continued."""
 _VERSION = 1
 _COUNTS = ("taken", "shards", "removed_files", "removed_bytes", "kept_files")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_removing(value: Any) -> bool:
+    """Return whether a value is a list of [sample, [inode, size, time of modification, of change, lock]]."""
+    pairs = isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value)
+    return pairs and all(
+        _is_count(index) and isinstance(state, list) and len(state) == 5 and all(type(each) is int for each in state)
+        for index, state in value
+    )
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "watch_version": lambda value: type(value) is int and value == _VERSION,
+    "command": _are_texts,
+    "settings": lambda value: isinstance(value, dict),
+    "proved": lambda value: isinstance(value, dict | None),
+    "end": lambda value: value is None or _is_count(value),
+    "dropped": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
+    "first_dropped": _are_texts,
+    "was_fp8": lambda value: isinstance(value, bool),
+    "removing": _is_removing,
+    **dict.fromkeys(_COUNTS, _is_count),
+}
+"""Key of watch.json -> whether a value is valid."""
 
 
 def new_journal(command: list[str], settings: dict[str, Any]) -> dict[str, Any]:
@@ -49,23 +87,17 @@ def read_journal(folder: PathLike) -> dict[str, Any] | None:
     path = Path(folder, WATCH_NAME)
     try:
         journal = parse_object(read_file(path))
-        kinds: dict[str, type] = {name: int for name in _COUNTS}
-        kinds |= {"command": list, "settings": dict, "dropped": dict, "first_dropped": list, "removing": list}
-        wrong = [name for name, kind in kinds.items() if type(journal.get(name)) is not kind]
-        wrong += [name for name in _COUNTS if name not in wrong and journal[name] < 0]
-        proved, end, version = journal.get("proved"), journal.get("end"), journal.get("watch_version")
-        texts = [*journal.get("command", ()), *journal.get("first_dropped", ()), *journal.get("dropped", ())]
-        if wrong or version != _VERSION or not isinstance(proved, dict | None) or not isinstance(end, int | None):
-            raise ValueError(f"watch_version {version!r}; of a wrong type: {', '.join(wrong) or 'none'}")
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("a list or an object in it has other things than texts")
+        if wrong := [name for name, is_good in _VALID.items() if not is_good(journal.get(name))]:
+            raise ValueError(f"not valid: {', '.join(wrong)}")
+        taken, end = journal["taken"], journal["end"]
+        if end not in (None, taken) or any(index >= taken for index, _ in journal["removing"]):
+            raise ValueError(f"{taken:,} samples were taken, and `end` or `removing` has others")
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
-        if isinstance(error, CacheError):
-            raise
-        remedy = "Remove the folder, and watch into a fresh one"
-        raise CacheError(path, f"no journal of eagle3 watch ({error})", remedy=remedy, code="E701") from error
+    except CacheError:
+        raise
+    except ValueError as error:
+        raise CacheError(path, f"no journal of eagle3 watch ({error})", remedy=FRESH, code="E701") from error
     return journal
 
 

@@ -312,6 +312,32 @@ def test_a_file_that_changed_after_it_was_read_is_never_removed(folders, importe
     }
 
 
+def test_a_file_that_is_written_over_after_its_checks_gives_the_states_that_were_checked(
+    folders, imported, watching, tmp_path, monkeypatch
+):
+    from niels_gpt.eagle3.exchange.move import Importer
+
+    for tool in TOOLS:
+        source = shutil.copytree(folders[tool], tmp_path / tool)
+        paths, add = states_of(tool, source), Importer.add
+
+        def late(run, folder, index, sample, paths=paths, add=add):
+            with open(paths[index], "r+b") as file:  # in place, with the length and the time that it had
+                about = os.fstat(file.fileno())
+                file.seek(about.st_size // 2)
+                file.write(bytes(about.st_size - about.st_size // 2))
+                file.flush()
+                os.utime(file.fileno(), ns=(about.st_atime_ns, about.st_mtime_ns))
+            add(run, folder, index, sample)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Importer, "add", late)
+            ends = {"samples_total": len(paths)} if tool == "specforge" else {}
+            done = watching(tool, source, tmp_path / f"{tool}-c", consume=True, **ends)
+        assert files_of(tmp_path / f"{tool}-c") == imported[tool]
+        assert (done.removed_files, done.kept_files) == (0, len(paths)) and all(path.exists() for path in paths)
+
+
 def test_names_without_a_number_and_one_number_twice_are_refused(given, watching, tmp_path):
     folder = tmp_path / "f"
     (folder / "a").mkdir(parents=True)
@@ -320,8 +346,11 @@ def test_names_without_a_number_and_one_number_twice_are_refused(given, watching
     with refused("E711", folder / "data_01.ckpt", "has the number 1 like a/data_1.ckpt"):
         watching("specforge", folder, tmp_path / "c", once=True)
     (folder / "data_01.ckpt").rename(folder / "data.ckpt")
-    with refused("E711", folder / "data.ckpt", "has no number in its name", "eagle3 import"):
+    with refused("E711", folder / "data.ckpt", "has no number below 10,000,000 in its name", "eagle3 import"):
         watching("specforge", folder, tmp_path / "c", once=True)
+    (folder / "data.ckpt").rename(folder / "data_10000000.ckpt")  # ten million gaps before it
+    with refused("E711", folder / "data_10000000.ckpt", "has no number below 10,000,000 in its name"):
+        watching("specforge", folder, tmp_path / "c", once=True, drop_bad=True)
 
 
 # --- the unfinished folder --------------------------------------------------------------------------------------------
@@ -382,7 +411,20 @@ def test_another_setting_another_process_and_another_folder_are_refused(unfinish
 
 @pytest.mark.parametrize(
     "change",
-    [{"taken": -1}, {"proved": {}}, {"shards": 9}, {"command": [1]}, {"watch_version": 2}, {"removing": [[0]]}],
+    [
+        {"taken": -1},
+        {"taken": 10},  # two more than are in shards
+        {"proved": {}},
+        {"shards": 9},
+        {"shards": 10**30},
+        {"command": [1]},
+        {"dropped": {"missing": -1}},
+        {"end": 3},
+        {"watch_version": 2},
+        {"removing": [[0]]},
+        {"removing": [["/../../other", [1, 1, 1, 1, 0]]]},
+        {"removing": [[9, [1, 1, 1, 1, 0]]]},
+    ],
     ids=str,
 )
 def test_a_journal_of_strangers_is_refused_and_removes_nothing(unfinished, watching, change):
@@ -393,6 +435,19 @@ def test_a_journal_of_strangers_is_refused_and_removes_nothing(unfinished, watch
     with refused("E701", out):
         watching("speculators", source, out, consume=True)
     assert len(states_of("speculators", source)) == before
+
+
+def test_fewer_samples_than_are_in_shards_are_refused(folders, watching, tmp_path):
+    def stop(_):
+        raise Stopped
+
+    source, out = shutil.copytree(folders["specforge"], tmp_path / "f"), tmp_path / "c"
+    with pytest.raises(Stopped):
+        watching("specforge", source, out, samples_total=11, waiting=stop)
+    taken = json.loads((out / "watch.json").read_text())["taken"]
+    with refused("E703", out, f"has {taken} samples already", "['samples_total']", f"now {taken - 1}"):
+        watching("specforge", source, out, samples_total=taken - 1)
+    assert watching("specforge", source, out, samples_total=10).imported.samples == 10
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------
