@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.eagle3.models import _AGAIN, _blocks, _quiet, _transformers, tensors_of_ends
+from niels_gpt.eagle3.models import AGAIN, blocks_of, quiet, tensors_of_ends, transformers_library
 from niels_gpt.storage.errors import TargetError
 
 _TOKENS = 8
@@ -55,7 +55,7 @@ def load_ends(
         if keys:
             raise TargetError(
                 f"{folder}: its checkpoint {what} {', '.join(sorted(keys)[:3])}: expected embeddings, final norm and "
-                f"lm_head as transformers names them, not quantized, and the config.json of this model. {_AGAIN}"
+                f"lm_head as transformers names them, not quantized, and the config.json of this model. {AGAIN}"
             )
     _widen(model, dtype)
     ends: nn.Module = model.requires_grad_(False).eval().to(device)
@@ -67,7 +67,7 @@ def _loaded(name: str, config: Any, folder: Path, files: dict[str, Path], dtype:
     """Return a model without blocks in `dtype`, or in the narrower one of its files, and the report on its keys."""
     num_bytes = sum(path.stat().st_size for path in set(files.values()))
     try:
-        with _quiet(), ExitStack() as opened:
+        with quiet(), ExitStack() as opened:
             slices = _slices(files, opened)
             stored = {about.get_dtype() for about in slices.values()}
             narrow = _NARROW.get(min(stored)) if len(stored) == 1 and dtype == torch.float32 else None
@@ -114,14 +114,14 @@ def _class_without_blocks(config: Any, where: str, num_bytes: int) -> Any:
     where, num_bytes: the checkpoint's folder and size. A config that states more weights is refused once the class is
     built, before anything is allocated: transformers would draw the rest.
     """
-    of_config: Any = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    of_config: Any = transformers_library().MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if isinstance(of_config, Sequence):  # of several by architecture
         named = [each for each in of_config if each.__name__ in (config.architectures or [])]
         of_config = (named or of_config)[0]
 
     def build(self: Any, *arguments: Any, **named: Any) -> None:
         of_config.__init__(self, *arguments, **named)
-        blocks = _blocks(self)
+        blocks = blocks_of(self)
         inside = {id(module) for block in blocks for module in block.modules()}
         for module in _beside(self, blocks[0]) if blocks else ():
             module._modules.clear()
@@ -132,7 +132,7 @@ def _class_without_blocks(config: Any, where: str, num_bytes: int) -> Any:
         stated = sum(weight.numel() for weight in self.parameters())
         if stated > 2 * num_bytes:  # twice, for tied ones
             found = f"config.json states {stated:,} weights beside {len(inside):,} parts of blocks"
-            raise TargetError(f"{where}: {found}, but their files have {num_bytes:,} bytes. {_AGAIN}")
+            raise TargetError(f"{where}: {found}, but their files have {num_bytes:,} bytes. {AGAIN}")
 
     return type(of_config.__name__, (of_config,), {"__init__": build, "__module__": of_config.__module__})
 
@@ -151,7 +151,7 @@ def _beside(model: nn.Module, block: nn.Module) -> list[nn.Module]:
 
 def _choose_form(model: nn.Module, name: str, dtype: torch.dtype) -> None:
     """Let the blocks return what the model's code takes: their states, or a tuple that begins with them."""
-    blocks, weight = _blocks(model), model.get_output_embeddings().weight  # type: ignore[operator]
+    blocks, weight = blocks_of(model), model.get_output_embeddings().weight  # type: ignore[operator]
     ids = torch.arange(_TOKENS, device=weight.device).remainder(len(weight))[None]
     how = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     errors = list[str]()

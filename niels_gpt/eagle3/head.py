@@ -25,7 +25,7 @@ from niels_gpt.eagle3.format.layout import MANIFEST_NAME, WEIGHTS_NAME, PathLike
 from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, is_native, read_manifest
 from niels_gpt.eagle3.format.meta import compare_once
 from niels_gpt.eagle3.format.weights import WEIGHTS, read_weights
-from niels_gpt.eagle3.models import _blocks
+from niels_gpt.eagle3.models import blocks_of
 from niels_gpt.eagle3.target import CHUNK_VALUES, most_probable, pieces
 from niels_gpt.storage.errors import CacheError, TargetError
 
@@ -404,7 +404,7 @@ class Probe:
         lm_head = _lm_head(model)
         seen: dict[str, Tensor] = {}
         norms: list[nn.Module] = []
-        blocks = _blocks(model)
+        blocks = blocks_of(model)
         inside = {id(module) for block in blocks for module in block.modules()}
 
         def of_block(_module: nn.Module, _inputs: Any, output: Any) -> None:

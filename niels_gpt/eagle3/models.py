@@ -47,7 +47,7 @@ _MAX_LAYERS = 1000
 _WEIGHTS, _INDEX, _ADAPTER = ".safetensors", "model.safetensors.index.json", "adapter_config.json"
 _WHOLE = "model.safetensors"
 _OF_A_BLOCK = re.compile(r"(^|\.)(layers?|h|(res)?blocks?)\.\d+\.")  # model.layers.3.mlp.up_proj.weight
-_AGAIN = "Download it again"
+AGAIN = "Download it again"
 _NOT_ON_DISK = (
     "Weights that are quantized as they are loaded cannot lie on the disk: raise --max-memory, or leave it out"
 )
@@ -101,7 +101,7 @@ def _of_config(name: str, revision: str | None) -> tuple[TargetFacts, Any, Path]
     Raises: FileNotFoundError without a config; ConnectionError; ValueError and ImportError for a model that cannot be a
         target.
     """
-    transformers = _transformers()
+    transformers = transformers_library()
     path = _config_path(name, revision)
     try:
         refuse_large(path.parent)
@@ -173,7 +173,7 @@ def load_target(
         a target, a device map of other modules, unreadable weights, and weights that are missing or of another shape,
         which transformers would initialize at random.
     """
-    _transformers()
+    transformers_library()
     facts, config, folder = _of_config(name, revision)
     if facts.revision is not None:
         folder = hub_weights(name, facts.revision)
@@ -193,14 +193,14 @@ def load_target(
             first = ", ".join(sorted(keys)[:3])
             raise TargetError(
                 f"{name}: {len(keys)} of its weights are {what} (such as {first}): expected a complete model, with "
-                f"its own {CONFIG}. {_AGAIN}"
+                f"its own {CONFIG}. {AGAIN}"
             )
     if placement.quantization and "disk" in (getattr(model, "hf_device_map", None) or {}).values():
         raise TargetError(f"{name}: it does not fit into memory. {_NOT_ON_DISK}")
     if placement.quantization:
-        refuse_small_share(_blocks(model), f"{name}: --quantization {placement.quantization}")
+        refuse_small_share(blocks_of(model), f"{name}: --quantization {placement.quantization}")
     if placement.load_dtype is not None:
-        compute_in(model, _blocks(model), dtype)
+        compute_in(model, blocks_of(model), dtype)
     opened: nn.Module = model.requires_grad_(False).eval()
     return opened
 
@@ -216,7 +216,7 @@ def _from_pretrained(name: str, folder: Path, config: Any, attention: str, how: 
     from_files: Any = transformers.AutoModelForCausalLM.from_pretrained
     offload = TemporaryDirectory(prefix="niels-gpt-offload-")
     try:
-        with _quiet():
+        with quiet():
             # A folder, as for an id transformers may have an online service convert weights of an old format.
             model, found = from_files(
                 folder,
@@ -287,7 +287,7 @@ def tensors_of_ends(name: str, revision: str | None) -> tuple[Any, Path, dict[st
         if file not in files:
             path = fetched(file)
             if path is None:
-                raise NotFound(f"{folder / file}: no such file, and {_INDEX} has {key} there. {_AGAIN}", code="E705")
+                raise NotFound(f"{folder / file}: no such file, and {_INDEX} has {key} there. {AGAIN}", code="E705")
             files[file] = path
             _names_in(path)
     return config, folder, {key: files[file] for key, file in ends.items()}
@@ -320,15 +320,16 @@ def _names_in(path: Path) -> list[str]:
     from safetensors import SafetensorError, safe_open
 
     with open(open_for_reading(path, follow_links=True), "rb") as file:
-        refuse_sparse(file.fileno(), str(path), *WITHOUT_HOLES, _AGAIN)
+        refuse_sparse(file.fileno(), str(path), *WITHOUT_HOLES, AGAIN)
     try:
         with safe_open(path, framework="pt") as opened:
             return list(opened.keys())
     except SafetensorError as error:
-        raise TargetError(f"{path}: safetensors cannot read it: {error}. {_AGAIN}") from error
+        raise TargetError(f"{path}: safetensors cannot read it: {error}. {AGAIN}") from error
 
 
-def _transformers() -> ModuleType:
+def transformers_library() -> ModuleType:
+    """Import transformers without the warnings of its imports. Raises: ImportError without the extra."""
     # transformers imports torchao, if it is there, which warns of its extensions for other platforms, and torch of it.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -355,7 +356,7 @@ def _read_config(path: Path) -> tuple[Any, Any]:
 
     folder = path.parent
     try:
-        with _quiet():
+        with quiet():
             # By default transformers asks at the terminal whether to run the repository's code.
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             return config, config.get_text_config()
@@ -390,7 +391,7 @@ def _weight_files(folder: Path) -> list[Path]:
     is_pickle = not (folder / "model.safetensors").exists() and not (folder / _INDEX).exists()
     for path in paths:
         with open(open_for_reading(path, follow_links=True), "rb") as file:
-            refuse_sparse(file.fileno(), str(path), *WITHOUT_HOLES, _AGAIN)
+            refuse_sparse(file.fileno(), str(path), *WITHOUT_HOLES, AGAIN)
             if is_pickle and path.suffix == ".bin":
                 try:
                     refuse_odd_archive(file)
@@ -405,7 +406,7 @@ def _without_weights(config: Any) -> nn.Module | None:
 
     of_config: Any = transformers.AutoModelForCausalLM.from_config
     try:
-        with _quiet(), torch.device("meta"):
+        with quiet(), torch.device("meta"):
             empty: nn.Module = of_config(config, trust_remote_code=False)
     except Exception:
         return None
@@ -420,10 +421,10 @@ def _refuse_more_weights(folder: Path, config: Any, empty: nn.Module, num_bytes:
     num_weights = sum(each.numel() for each in chain(empty.parameters(), empty.buffers()))
     if num_weights > num_bytes * (8 if getattr(config, "quantization_config", None) else 1):
         found = f"{CONFIG} states {num_weights:,} weights, but the weight files have {num_bytes:,} bytes"
-        raise TargetError(f"{folder}: {found}, expected whole files, and the {CONFIG} of this model. {_AGAIN}")
+        raise TargetError(f"{folder}: {found}, expected whole files, and the {CONFIG} of this model. {AGAIN}")
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the model's decoder blocks in order."""
     for path in _BLOCKS:
         try:
@@ -445,7 +446,7 @@ def _sha256_of_all(paths: list[Path]) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence transformers' progress bars and its report on keys, which this module checks itself."""
     from transformers.utils import logging as of_transformers
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.eagle3.models import TargetFacts, _blocks, load_target, target_facts, write_small_target
+from niels_gpt.eagle3.models import TargetFacts, blocks_of, load_target, target_facts, write_small_target
 from niels_gpt.storage.errors import TargetError, TargetRunError
 
 __all__ = [
@@ -171,7 +171,7 @@ def capture(
         run.
     """
     _refuse_other_padding(attention_mask)
-    blocks, lm_head = _blocks(model), _lm_head(model)
+    blocks, lm_head = blocks_of(model), _lm_head(model)
     checked_aux_layer_ids(layers, len(blocks), count=None)  # a config may state more than there are
     taken: list[Tensor] = []
 
@@ -303,7 +303,7 @@ class HFEagle3TargetModel:
 
     def _run(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the captured hidden states [B, S, 3H] and the logits [B, S, V], both unshifted."""
-        blocks = _blocks(self.model)
+        blocks = blocks_of(self.model)
         checked_aux_layer_ids(self.aux_layer_ids, len(blocks))  # a config may state more than there are
         captured, output = _run_hooked(self.model, blocks, self.aux_layer_ids, input_ids, attention_mask)
         logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)

@@ -22,7 +22,7 @@ from support.processes import assert_gone
 
 from niels_gpt.eagle3.inspect.recompute import TOLERANCE
 from niels_gpt.eagle3.placement import Placement
-from niels_gpt.eagle3.target import _blocks, capture, load_target
+from niels_gpt.eagle3.target import blocks_of, capture, load_target
 from niels_gpt.eagle3.tensor_parallel import distributed_config, join_ranks, new_ranks, refuse_few_gpus
 
 SIZES = {"hidden_size": small.HIDDEN, "intermediate_size": 26, "num_hidden_layers": 8, "num_attention_heads": 4}
@@ -147,7 +147,7 @@ def forward(rank, folder, said):
         join_ranks(rank, torch.device("cpu"))
         for ranks in (rank.ranks, 1)[: 2 - min(1, rank.number)]:
             model = load(torch.device("cpu"), name=str(folder), ranks=ranks, attention="eager")
-            blocks = _blocks(model)
+            blocks = blocks_of(model)
             found.append(capture(model, ids, torch.ones_like(ids), range(len(blocks))))
         if rank.number == 0:
             said.send(max(map(apart, *found)))

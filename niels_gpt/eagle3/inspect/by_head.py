@@ -10,7 +10,7 @@ from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.format.layout import DTYPES
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.inspect.forms import NativeCache, open_cache
-from niels_gpt.eagle3.inspect.recompute import Problems, _differing_rows, _drawn, _other_weights
+from niels_gpt.eagle3.inspect.recompute import Problems, differing_rows, drawn_numbers, other_weights
 from niels_gpt.eagle3.inspect.verify import Report
 from niels_gpt.storage.checks import Verdict
 
@@ -35,7 +35,7 @@ def recomputed_by_head(
     if revision is None and cache.is_planned:
         revision = cache.plan["target"].get("revision")
     head = TargetHead.of_checkpoint(name, revision=revision, dtype=DTYPES[cache.manifest["head"]["compute_dtype"]])
-    report, numbers = Report(cache), _drawn(cache.num_samples, k, seed)
+    report, numbers = Report(cache), drawn_numbers(cache.num_samples, k, seed)
     report.ask(_differences_by_head, cache, head, numbers)
     drawn = ", ".join(map(str, numbers[:_NAMED])) + ", ..." * (len(numbers) > _NAMED)
     said = (
@@ -50,9 +50,9 @@ def recomputed_by_head(
 def _differences_by_head(cache: NativeCache, head: TargetHead, numbers: Sequence[int]) -> Problems:
     if cache.last_hidden == "post_norm" != head.last_hidden:
         head = head.after_norm()
-    yield from _other_weights(cache, None, head, is_rounded=not cache.is_planned)
+    yield from other_weights(cache, None, head, is_rounded=not cache.is_planned)
     if (head.vocab_size, head.last_hidden) == (cache.vocab_size, cache.last_hidden):
         for number in numbers:
             row = cache.sample(number)
             if len(row.positions):
-                yield from _differing_rows(row, head, row.tensors["last_hidden_states"])
+                yield from differing_rows(row, head, row.tensors["last_hidden_states"])

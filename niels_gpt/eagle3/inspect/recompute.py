@@ -99,7 +99,7 @@ def recomputed(
     return report.verdict()
 
 
-def _drawn(samples: int, k: int, seed: int) -> list[int]:
+def drawn_numbers(samples: int, k: int, seed: int) -> list[int]:
     """Return the numbers of `k` samples drawn by the seed, ascending."""
     return sorted(torch.randperm(samples, generator=torch.Generator().manual_seed(seed))[:k].tolist())
 
@@ -127,7 +127,7 @@ def _with_plan(cache: DenseCache | NativeCache, target: Target, k: int, seed: in
         except ValueError as error:
             yield _cannot_run(cache, model, error)
             return
-        yield from _other_weights(cache, model, head)
+        yield from other_weights(cache, model, head)
         forward = dense or NativeForward(*how, head=head)
         batches = _batches(plan, k, seed)
         for number, (shard, batch, rows) in enumerate(batches):
@@ -156,7 +156,7 @@ def _cannot_run(cache: DenseCache | NativeCache, model: Any, error: ValueError) 
 
 def _batches(plan: TargetPlan, k: int, seed: int) -> list[tuple[int, Batch, list[int]]]:
     """Return the batches that hold `k` drawn samples: shard, batch, and its drawn rows."""
-    drawn, first, found = set(_drawn(plan.manifest["num_samples"], k, seed)), 0, []
+    drawn, first, found = set(drawn_numbers(plan.manifest["num_samples"], k, seed)), 0, []
     for shard, batches in enumerate(plan.batches):
         for batch in batches:
             if rows := sorted(row for row in batch[1] if first + row in drawn):
@@ -303,7 +303,7 @@ def _compared_numbers(row: StoredSample, name: str, part: slice) -> Tensor:
     return torch.maximum(whole, values.amin(dim=-1))[:, None]
 
 
-def _other_weights(
+def other_weights(
     cache: DenseCache | NativeCache, model: Any, head: TargetHead | None, *, is_rounded: bool = False
 ) -> Problems:
     """Yield stored weights that differ from the target's. Nothing is computed, so every bit must be equal anywhere.
@@ -358,10 +358,10 @@ def _without_plan(cache: DenseCache | NativeCache, target: Target, k: int, seed:
     with torch_threads(target.run["threads"]):
         model = _loaded(target, device)
         if isinstance(cache, NativeCache):
-            yield from _native_differences(cache, model, device, _drawn(cache.num_samples, k, seed), progress)
+            yield from _native_differences(cache, model, device, drawn_numbers(cache.num_samples, k, seed), progress)
             return
-        yield from _other_weights(cache, model, None, is_rounded=True)
-        yield from _dense_differences(cache, model, device, _drawn(cache.num_samples, k, seed), progress)
+        yield from other_weights(cache, model, None, is_rounded=True)
+        yield from _dense_differences(cache, model, device, drawn_numbers(cache.num_samples, k, seed), progress)
 
 
 def _differing(row: StoredSample, name: str, apart: Tensor, places: Any = None, rounding: float = 0.0) -> Problems:
@@ -412,7 +412,7 @@ def _native_differences(
         return
     if cache.last_hidden == "post_norm" != head.last_hidden:  # imported: other tools store what lm_head takes
         head = head.after_norm()
-    yield from _other_weights(cache, model, head, is_rounded=True)
+    yield from other_weights(cache, model, head, is_rounded=True)
     if (head.vocab_size, head.last_hidden) != (cache.vocab_size, cache.last_hidden):
         return
     for done, number in enumerate(numbers):
@@ -437,10 +437,10 @@ def _native_compared(row: StoredSample, model: Any, head: TargetHead, ids: Tenso
     last = states.float().cpu()
     apart = _length(stored["last_hidden_states"].float() - last) / _length(last)
     yield from _differing(row, "last_hidden_states", apart, positions)
-    yield from _differing_rows(row, head, states)
+    yield from differing_rows(row, head, states)
 
 
-def _differing_rows(row: StoredSample, head: TargetHead, states: Tensor) -> Problems:
+def differing_rows(row: StoredSample, head: TargetHead, states: Tensor) -> Problems:
     """Yield log-normalizers and most probable tokens that differ from the head's, by states [R, H]."""
     normalizers, argmax = (each.cpu() for each in head.log_normalizer_and_argmax(states))
     apart = (row.tensors["log_normalizers"] - normalizers).abs() / normalizers.abs().max().clamp_min(1)
