@@ -121,7 +121,7 @@ def watch_cache(
 
     Arguments as in `import_cache`, and:
 
-    out: absent, empty, or of a run with the same settings that did not finish.
+    out: absent, empty, or of a run with the same settings that did not finish; `draft_vocab_size` may be another one.
     command: the words after `niels-gpt eagle3 watch` that continue the run, for messages.
     samples: the conventions are proved on so many of the first usable samples.
     consume: remove a sample's file once its shard is durable. waiting: called at each look at the folder.
@@ -136,7 +136,7 @@ def watch_cache(
     files = FILES[tool](source, target.hidden_size, target.vocab_size, follow_links=follow_links, grows=True)
     if (consume and follow_links) or (until.samples_total is not None and files.count is not None):
         raise ValueError("consume removes no links, and speculators' rows give the number of samples")
-    settings = {"from": tool, "samples": samples, "loss_mask": loss_mask, "draft_vocab_size": draft_vocab_size}
+    settings = {"from": tool, "samples": samples, "loss_mask": loss_mask}  # and all else that decides the shards
     settings |= {"aux_dtype": "fp8" if aux_fp8 else "stored", "shard_bytes": shard_bytes}
     settings |= _facts_of(target, stated) | files.facts()
     fileio.make_dir(out / SIDECAR)

@@ -396,6 +396,11 @@ def test_another_setting_another_process_and_another_folder_are_refused(unfinish
         watch(aux_fp8=True, shard_bytes=1 << 14)
     with refused("E703", out, "layers", "last_hidden"):
         watch(proving=True)
+    rows = shutil.copytree(source, tmp_path / "rows")  # the same rows, at another place
+    state = json.loads((rows / "state.json").read_text())
+    (rows / "state.json").write_text(json.dumps(state | {"_fingerprint": "another run's"}))
+    with refused("E703", out, "['state_json_sha256']"):
+        watching("speculators", rows, out, once=True)
     with file_lock(out / "sidecar/lock", out, wait=False), refused("E503", out):
         watch()
     with refused("E704", source / "c", "lies in"):
@@ -404,7 +409,8 @@ def test_another_setting_another_process_and_another_folder_are_refused(unfinish
     (tmp_path / "other/file").touch()
     with refused("E704", tmp_path / "other", "belong to no EAGLE-3 cache"):
         watching("speculators", source, tmp_path / "other")
-    watch()
+    watch(draft_vocab_size=200)  # decides no shard
+    assert json.loads((out / "manifest.json").read_text())["draft_vocab_size"] == 200
     with refused("E704", out, "is a cache already"):
         watch()
 
@@ -437,7 +443,7 @@ def test_a_journal_of_strangers_is_refused_and_removes_nothing(unfinished, watch
     assert len(states_of("speculators", source)) == before
 
 
-def test_fewer_samples_than_are_in_shards_are_refused(folders, watching, tmp_path):
+def test_fewer_samples_than_are_in_shards_and_another_folder_are_refused(folders, watching, tmp_path):
     def stop(_):
         raise Stopped
 
@@ -447,6 +453,8 @@ def test_fewer_samples_than_are_in_shards_are_refused(folders, watching, tmp_pat
     taken = json.loads((out / "watch.json").read_text())["taken"]
     with refused("E703", out, f"has {taken} samples already", "['samples_total']", f"now {taken - 1}"):
         watching("specforge", source, out, samples_total=taken - 1)
+    with refused("E703", out, "['folder']"):
+        watching("specforge", shutil.copytree(source, tmp_path / "other"), out, samples_total=10)
     assert watching("specforge", source, out, samples_total=10).imported.samples == 10
 
 
