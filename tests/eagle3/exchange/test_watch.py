@@ -227,6 +227,30 @@ def test_numbers_in_names_give_the_order_of_an_import_too(given, importing, watc
     assert [len(sample.input_ids) for sample in stored] == [len(chat.ids) for chat in chats]
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["a/data_0", "a/data_1", "b/data_0", "b/data_1"],  # numbers twice
+        ["0/data_10", "0/data_9", "10/last", "9/data_1"],  # one without a number
+        ["data_00000000000000000010", "data_2", "data_3", "rows"],
+    ],
+    ids=["twice", "one without", "long"],
+)
+def test_an_import_orders_names_that_give_no_order_by_their_paths_and_leaves_none_out(
+    given, importing, tmp_path, names
+):
+    from niels_gpt.eagle3.native import NativeEagle3Dataset
+
+    chats = given[: len(names)]
+    for name, chat in zip(names, chats, strict=True):
+        path = tmp_path / "f" / f"{name}.ckpt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(specforge_dict(in_bf16(chat)), path)
+    importing("specforge", tmp_path / "f", tmp_path / "i", stated=STATED["specforge"], loss_mask="raw")
+    stored = NativeEagle3Dataset(tmp_path / "i")
+    assert [sample.input_ids.tolist() for sample in stored] == [chat.ids.tolist() for chat in chats]
+
+
 # --- faults and gaps --------------------------------------------------------------------------------------------------
 
 
