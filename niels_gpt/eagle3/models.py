@@ -15,7 +15,7 @@ import re
 import secrets
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -33,7 +33,7 @@ from niels_gpt.eagle3.format.layout import WITHOUT_HOLES, refuse_sparse
 from niels_gpt.eagle3.format.torch_files import refuse_odd_archive
 from niels_gpt.eagle3.placement import METHOD, Placement, compute_in, refuse_other_modules, refuse_small_share
 from niels_gpt.eagle3.tensor_parallel import distributed_config
-from niels_gpt.hub.models import CONFIG, OfflineError, hub_file, hub_weights, is_local, refuse_large, shards_of
+from niels_gpt.hub.models import CONFIG, hub_file, hub_weights, is_local, optional_file, refuse_large, shards_of
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import NotFound, TargetError, errors_as
 from niels_gpt.storage.fileio import canonical_json, open_for_reading, sha256_file
@@ -269,13 +269,15 @@ def tensors_of_ends(name: str, revision: str | None) -> tuple[Any, Path, dict[st
     Of the hub only these files are downloaded. Raises: see `checkpoint.load_ends`.
     """
     facts, config, folder = _of_config(name, revision)
-    fetched = partial(_local, folder) if facts.revision is None else partial(_of_hub, name, facts.revision)
-    if fetched(_ADAPTER) is not None:
+    fetched = optional = partial(_local, folder)
+    if facts.revision is not None:
+        fetched, optional = (partial(each, name, revision=facts.revision) for each in (hub_file, optional_file))
+    if optional(_ADAPTER) is not None:
         raise TargetError(f"{folder}: has {_ADAPTER}, expected a whole model. Merge the adapter into its model")
-    if (whole := fetched(_WHOLE)) is not None:
+    if (whole := optional(_WHOLE)) is not None:
         names, files = _names_in(whole), {_WHOLE: whole}
         placed = dict.fromkeys(names, _WHOLE)
-    elif (index := fetched(_INDEX)) is not None:
+    elif (index := fetched(_INDEX)) is not None:  # raises OfflineError if the hub may not be asked
         refuse_large(index.parent)
         shards_of(index, str(folder))  # refuses names of files elsewhere
         placed = {str(key): str(file) for key, file in json.loads(index.read_bytes())["weight_map"].items()}
@@ -307,12 +309,6 @@ def _no_safetensors(folder: Path) -> ValueError | OSError:
 
 def _local(folder: Path, file: str) -> Path | None:
     return folder / file if os.path.lexists(folder / file) else None
-
-
-def _of_hub(name: str, commit: str, file: str) -> Path | None:
-    with suppress(OfflineError):  # of files that were never asked for
-        return hub_file(name, file, commit)
-    return None
 
 
 def _names_in(path: Path) -> list[str]:

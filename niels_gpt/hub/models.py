@@ -111,7 +111,7 @@ def hub_weights(name: str, commit: str) -> Path:
     given = json.loads(config.read_bytes()).get("transformers_weights") if config else None
     choices = (given,) if given else [one + end for one in _WEIGHTS for end in ("", _INDEX)]
     for filename in choices:
-        path = _optional(name, filename, commit)
+        path = optional_file(name, filename, commit)
         if path is not None:
             if filename.endswith(_INDEX):
                 _fetch_all(name, commit, shards_of(path, name))
@@ -129,17 +129,17 @@ def hub_tokenizer(name: str, revision: str | None) -> tuple[str | None, bool]:
     """
     commit: str | None = None
     for filename in (CONFIG, *_TOKENIZER, _TEMPLATES[0]):
-        path = _optional(name, filename, commit or revision)
+        path = optional_file(name, filename, commit or revision)
         if path is not None:
             commit = path.parent.name
     if commit is None:
         hub_file(name, CONFIG, revision)  # raises OfflineError if the hub may not be asked
         return None, False
-    _optional(name, _TEMPLATES[1], commit)
-    if _optional(name, _TOKENIZER[0], commit) is not None:
+    optional_file(name, _TEMPLATES[1], commit)
+    if optional_file(name, _TOKENIZER[0], commit) is not None:
         return commit, True
     for filename in _TOKENIZER_PARTS:
-        _optional(name, filename, commit)
+        optional_file(name, filename, commit)
     return commit, False
 
 
@@ -151,7 +151,7 @@ def hub_tokenizer_file(name: str, revision: str | None, *, one_of: Sequence[str]
     Raises: TokenizerError E403 if the repository has none of these; HubRefusal E602, ConnectionError and OfflineError
         E601 if the hub refuses or does not answer.
     """
-    found = next((path for filename in one_of if (path := _optional(name, filename, revision)) is not None), None)
+    found = next((path for filename in one_of if (path := optional_file(name, filename, revision)) is not None), None)
     if found is None:
         hub_file(name, one_of[0], revision)  # raises OfflineError if the hub may not be asked
         raise TokenizerError(
@@ -163,7 +163,7 @@ def hub_tokenizer_file(name: str, revision: str | None, *, one_of: Sequence[str]
     return found
 
 
-def _optional(name: str, filename: str, revision: str | None) -> Path | None:
+def optional_file(name: str, filename: str, revision: str | None) -> Path | None:
     """Return the path of a model's file as `hub_file`; None instead of OfflineError."""
     try:
         return hub_file(name, filename, revision)

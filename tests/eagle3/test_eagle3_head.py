@@ -135,6 +135,10 @@ def test_of_the_hub_the_files_with_the_head_are_enough(tmp_path, monkeypatch):
     for revision in (None, commit):
         head = TargetHead.of_checkpoint("somebody/large", revision=revision, dtype=torch.float32)
         assert_equal(head, TargetHead.of_model(model))
+    for name in (placed["lm_head.weight"], "model.safetensors.index.json"):
+        (folder / name).unlink()
+        with refused("E601", f"does not answer for its {name}", "hf download"):
+            TargetHead.of_checkpoint("somebody/large", dtype=torch.float32)
 
 
 def without(name):

@@ -27,7 +27,6 @@ from support.exchange_files import (
     in_bf16,
     specforge_dict,
     write_specforge,
-    write_speculators,
 )
 from support.peer_caches import PEERS
 
@@ -498,20 +497,18 @@ def long_chats(number, length=150):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", TOOLS)
-def test_a_watch_that_is_killed_twice_while_the_folder_fills_equals_one_import(model, tmp_path, tool):
+def test_a_watch_that_is_killed_twice_while_the_folder_fills_equals_one_import(model, tmp_path):
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model.save_pretrained(tmp_path / "target")
     logging.enable_progress_bar()
-    write = {"specforge": write_specforge, "speculators": write_speculators}[tool]
-    full = write(tmp_path / "full", long_chats(12))
-    source, pairs = emptied(tool, full, tmp_path / "f")
+    full = write_specforge(tmp_path / "full", long_chats(12))
+    source, pairs = emptied("specforge", full, tmp_path / "f")
     out = tmp_path / "c"
-    shared = ["--from", tool, "--target", tmp_path / "target", "--trust", "--layers", "1,3,4", "-k", "2"]
+    shared = ["--from", "specforge", "--target", tmp_path / "target", "--trust", "--layers", "1,3,4", "-k", "2"]
     shared += ["--shard-bytes", 1 << 16, "--draft-vocab-size", 300]
-    words = [source, out, *shared, "--consume", *(["--samples-total", 12] if tool == "specforge" else [])]
+    words = [source, out, *shared, "--consume", "--samples-total", 12]
     command = [sys.executable, "-m", "niels_gpt.eagle3", "watch", *map(str, words)]
 
     def writes(begin, end):
@@ -535,7 +532,7 @@ def test_a_watch_that_is_killed_twice_while_the_folder_fills_equals_one_import(m
     again = json.loads((out / "watch.json").read_text())["command"]  # what readers of the folder print
     subprocess.run([sys.executable, "-m", "niels_gpt.eagle3", "watch", *again], check=True, capture_output=True)
     writer.join()
-    assert not states_of(tool, source)
+    assert not states_of("specforge", source)
     assert niels_gpt("eagle3", "import", full, tmp_path / "i", *shared).status == 0
     assert files_of(out) == files_of(tmp_path / "i")
 
