@@ -224,7 +224,10 @@ class Settings:
         None, "dtype of the weights in memory; a block is cast as it runs: bf16, fp16 or fp32 (default: as it computes)"
     )
     eagle3_tensor_parallel: int = _setting(
-        1, "processes, each with a GPU, that hold one copy of the target. It never causes a rebuild", least=1
+        1,
+        "processes, each with a GPU, that hold one copy of the target. It never causes a rebuild; an unfinished build "
+        "continues with the same number only",
+        least=1,
     )
     eagle3_check_samples: int = _setting(
         2, "samples of eagle3/targets to run through the target again, as a check; 0: none", least=0

@@ -5,6 +5,7 @@ Decides which models are refused. Only a hub id reaches the network; code of a m
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -14,12 +15,13 @@ import os
 import re
 import secrets
 import shlex
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from itertools import chain
-from multiprocessing.util import Finalize
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -200,7 +202,7 @@ def load_target(
     if placement.quantization:
         refuse_small_share(blocks_of(model), f"{name}: --quantization {placement.quantization}")
     if placement.load_dtype is not None:
-        compute_in(model, blocks_of(model), dtype)
+        compute_in(model, blocks_of(model), dtype, _buffers_of_no_file(config, dtype))
     opened: nn.Module = model.requires_grad_(False).eval()
     return opened
 
@@ -230,7 +232,7 @@ def _from_pretrained(name: str, folder: Path, config: Any, attention: str, how: 
                 **how,
             )
         if os.listdir(offload.name):
-            Finalize(model, offload.cleanup, exitpriority=0)  # also at the end of a worker process
+            weakref.finalize(model, offload.cleanup)
         else:
             offload.cleanup()
         return model, found
@@ -407,6 +409,18 @@ def _without_weights(config: Any) -> nn.Module | None:
     except Exception:
         return None
     return empty
+
+
+def _buffers_of_no_file(config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the buffers that a model computes itself in `dtype`, by name, such as Gemma's scale of the embeddings."""
+    import transformers
+
+    init_empty_weights: Any = import_module("accelerate").init_empty_weights
+    of_config: Any = transformers.AutoModelForCausalLM.from_config
+    with quiet(), init_empty_weights(include_buffers=False):
+        model: nn.Module = of_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+    stored = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in stored}
 
 
 def _refuse_more_weights(folder: Path, config: Any, empty: nn.Module, num_bytes: int) -> None:

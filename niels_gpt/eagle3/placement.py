@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version as version_of
@@ -58,7 +58,7 @@ class Placement:
     device_map: DeviceMap | None = None
     """None: all of it on the device of the run."""
     max_memory: dict[int | str, int] | None = None
-    """Most bytes of weights by GPU number, "cpu" and "disk", for a device map that is computed; None: what is free."""
+    """Most bytes of weights by GPU number and "cpu", for a device map that is computed; None: what is free."""
     quantization: str | None = None
     """One of SCHEMES; None: as the checkpoint has them."""
     load_dtype: str | None = None
@@ -126,10 +126,10 @@ def parse_max_memory(text: str) -> dict[int | str, int]:
         name, _, limit = part.strip().partition("=")
         size = _LIMIT.fullmatch(limit.strip())
         device = _device(name.strip())
-        if size is None or device is None or device in found:
+        if size is None or device is None or device == "disk" or device in found:
             raise ValueError(
                 f"--max-memory {text}: {part!r} is no limit of another device, expected DEVICE=BYTES for GPUs by "
-                "number, cpu and disk, such as 0=70GiB,1=70GiB,cpu=200GiB"
+                "number and cpu (the disk takes the rest), such as 0=70GiB,1=70GiB,cpu=200GiB"
             )
         found[device] = int(size[1]) * _UNITS[size[2]]
     return found
@@ -227,7 +227,7 @@ def weight_form(
 
 def refuse_other_modules(device_map: DeviceMap | None, model: nn.Module, name: str) -> None:
     """Raise TargetError for a map that names no module of a model, or leaves out a weight. name: of the target."""
-    if not isinstance(device_map, dict) or "" in device_map:
+    if not isinstance(device_map, dict):
         return
     weights = model.named_parameters(remove_duplicate=False)  # a tied lm_head is placed too
     tensors = [each for each, _ in chain(weights, model.named_buffers())]
@@ -237,7 +237,7 @@ def refuse_other_modules(device_map: DeviceMap | None, model: nn.Module, name: s
             f"{name}: --device-map names {unknown[0]!r}, which is no module of {type(model).__name__}. Its modules are "
             f"{', '.join(_largest_modules(tensors))}"
         )
-    places = tuple(f"{each}." for each in device_map)
+    places = tuple(f"{each}." if each else "" for each in device_map)
     if missing := [each for each in tensors if not f"{each}.".startswith(places)]:
         raise TargetError(f"{name}: --device-map has no device for {missing[0]}. Name it or a module that holds it")
 
@@ -270,17 +270,24 @@ def refuse_small_share(blocks: Iterable[nn.Module], what: str) -> None:
         )
 
 
-def compute_in(model: nn.Module, blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
+def compute_in(
+    model: nn.Module, blocks: Iterable[nn.Module], dtype: torch.dtype, computed: Mapping[str, torch.Tensor]
+) -> None:
     """Let a model of narrower weights compute in `dtype`: each block is cast as it runs, and the rest once.
 
     The weights of a block are cast before its forward, and the narrow ones are put back after it, so that one block at
     a time takes the wider memory. Embeddings, final norm and lm_head stay in `dtype`. Offloaded weights (on meta) are
     cast by accelerate as it loads them for a module: it takes the dtype of the tensor on meta.
+
+    computed: buffers that are in no file, by name, as the model has them in `dtype`: here they were rounded.
     """
     narrow = {id(each) for block in blocks for each in block.parameters() if not each.is_meta}
     for tensor in chain(model.parameters(), model.buffers()):
         if tensor.is_floating_point() and id(tensor) not in narrow:
             tensor.data = tensor.data.to(dtype)
+    for name, buffer in model.named_buffers():
+        if name in computed and not buffer.is_meta:
+            buffer.data = computed[name].to(buffer.device)
     for block in blocks:
         cast = _CastAsItRuns(dtype)
         block.register_forward_pre_hook(cast.widen)

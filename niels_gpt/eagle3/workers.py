@@ -14,7 +14,9 @@ import logging
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections import deque
@@ -87,6 +89,7 @@ class Workers:
         self._model: Any = None
         self._running: dict[Connection, Any] = {}
         self._leading: list[Connection] = []
+        self._scratch = ""
 
     def __enter__(self) -> Self:
         return self
@@ -99,6 +102,8 @@ class Workers:
             if process.is_alive():
                 process.kill()
                 process.join()
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def tried(self) -> Found:
         """Load the target, run it over the first tokens of the first sample, and return the findings of `try_target`.
@@ -146,10 +151,12 @@ class Workers:
     def _begin(self, number: int, job: Job, tried: tuple[str, Any] | None) -> None:
         """Start the process of a worker, or its processes."""
         context = multiprocessing.get_context(self._start)
+        self._scratch = self._scratch or tempfile.mkdtemp(prefix="niels-gpt-")
         ranks = new_ranks(context, self._ranks) if self._ranks > 1 else [None]
+        about = self._scratch, job, self._load, tried
         for place, rank in enumerate(ranks, number * self._ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(job, self._load, place, rank, tried, theirs), daemon=True)  # type: ignore[attr-defined]
+            process = context.Process(target=_work, args=(*about, place, rank, theirs), daemon=True)  # type: ignore[attr-defined]
             with sigint_blocked():
                 process.start()
             self._running[ours] = process
@@ -223,14 +230,22 @@ def _noticing_death(process: Any) -> Iterator[None]:
 
 
 def _work(
-    job: Job, load: Load, place: int, rank: Rank | None, tried: tuple[str, Any] | None, parent: Connection
+    scratch: str,
+    job: Job,
+    load: Load,
+    tried: tuple[str, Any] | None,
+    place: int,
+    rank: Rank | None,
+    parent: Connection,
 ) -> None:
     """Load the target and do a job, or follow the rank that does.
 
-    place: number of this process among all. rank: in a group that holds one target. tried: name and tokens of a sample
+    scratch: folder for temporary files, which the parent removes, as this process may be killed. place: number of
+        this process among all. rank: in a group that holds one target. tried: name and tokens of a sample
         to try it on first; then the job arrives from the parent afterwards.
     """
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    tempfile.tempdir = scratch
+    threading.Thread(target=_end_with_parent, args=(scratch,), daemon=True).start()
     ask, device = _asking(parent), _device(job.plan, place)
     try:
         torch.set_num_threads(job.plan.run["threads"])
@@ -272,10 +287,11 @@ def _asking(parent: Connection) -> Callable[..., Any]:
     return ask
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(scratch: str) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
+    shutil.rmtree(scratch, ignore_errors=True)
     os._exit(1)
 
 

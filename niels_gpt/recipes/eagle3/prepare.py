@@ -306,7 +306,7 @@ def check_recomputed(settings: Settings) -> Verdict:
         path,
         target_name(settings),
         device=settings.eagle3_device,
-        device_map=settings.eagle3_device_map,
+        device_map=settings.eagle3_device_map or ("auto" if settings.eagle3_tensor_parallel > 1 else None),
         max_memory=settings.eagle3_max_memory,
     )
     return recomputed(path, target, k=number, seed=settings.seed)
