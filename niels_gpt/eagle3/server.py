@@ -8,6 +8,10 @@ and a seed of the reply's own. Nothing else of the API is needed, not even /v1/m
 answer has at most 16 MiB. A connection that fails, a timeout, and the statuses 408, 425, 429 and 5xx are tried again up
 to five times, after 1, 2, 4, 8 and 16 s, or after as long as Retry-After says.
 
+**Refusals.** A server may refuse one chat (400, 413 or 422), for example as too long, or always fail on it (500). Such
+chats are counted once it has replied to another one. A server that refuses all questions on their way before its first
+reply, or fails on nine chats without a reply between them, ends the run.
+
 **Ids.** vLLM gives the ids of prompt and reply to `return_token_ids`, SGLang to this and `return_prompt_token_ids`.
 Most others leave out what they do not know; a server that refuses such a question (400 or 422) is asked without. Given
 ids are taken as they are. A reply without is tokenized: the template writes the chat with it, and the reply's ids are
@@ -15,21 +19,24 @@ what follows the prompt's. It is dropped if the chat does not begin with the ids
 give its text back, but for white space at its edges.
 
 **The prompt** must be the server's too: its ids, or if the server gives none their number in `usage`, are compared. A
-first answer to another prompt is an error; later ones are counted, and dropped.
+first answer to another prompt is an error; later ones are counted, and dropped. Without either the prompt is taken on
+trust, and counted.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import queue
+import socket
 import threading
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Final, NamedTuple
 from urllib.error import HTTPError
 from urllib.parse import urlsplit, urlunsplit
@@ -65,6 +72,8 @@ another text; the server ended the reply for another reason than its end or its 
 GIVEN_IDS, TOKENIZED, OTHER_LENGTH = "ids_of_server", "ids_of_text", "other_token_count"
 """Counters of kept or dropped replies: with the server's ids; tokenized here; the latter with another number of tokens
 than the server counted, so that the target wrote the text by other ids."""
+NOT_COMPARED: Final = "prompt_not_compared"
+"""Counter of replies to prompts of which the server says nothing."""
 SERVED: Final = "served: "
 """Begins the counters of the names, model and system fingerprint, that the answers state."""
 
@@ -76,22 +85,26 @@ MOST_BYTES: Final = 1 << 24
 """Of an answer."""
 _WORDS, _NAME, _NAMES = 300, 100, 16  # characters of an error and of a name; different names that are counted
 _REFUSALS = 3  # refused chats that are shown
-_OF_ONE_CHAT = (400, 413, 422)
+_OF_ONE_CHAT = (400, 413, 422, 500)
+_FAILED = 500
+_FAILURES = 8  # chats on which the server may fail without a reply between them
 _MOST_ID = 1 << 31
 _PIECE, _FEW = 1 << 16, 8  # bytes; ids of prompts that differ, to print
 
 
 def chat_url(url: str) -> str:
     """Return the URL of the API, /v1 for a URL without a path. Raises: ValueError for a URL that cannot be one."""
+    if "@" in url or "?" in url:  # not shown: it may hold a secret
+        raise ValueError(
+            "--server: the URL has a user, a password or a query. Pass the key by a variable: --api-key-env NAME"
+        )
     try:
         parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"--server: no URL: {error}") from error
-    if parts.username is not None or parts.password is not None:
-        raise ValueError("--server: the URL has a user or a password. Pass the key by a variable: --api-key-env NAME")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or port == 0:
-        raise ValueError(f"--server is {url[:_WORDS]!r}, expected a URL such as http://localhost:8000/v1")
+        is_one = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.fragment
+    except ValueError:
+        is_one = False
+    if not is_one or not url.isascii() or any(each <= " " or each == "\x7f" for each in url):
+        raise ValueError(f"--server is {url[:_WORDS]!a}, expected a URL such as http://localhost:8000/v1")
     return urlunsplit(parts._replace(path=parts.path.rstrip("/") or "/v1"))
 
 
@@ -111,7 +124,7 @@ class Answer(NamedTuple):
     has_reasoning: bool
     calls_tools: bool
     served: tuple[str, ...]
-    """Model and system fingerprint, shortened."""
+    """Model and system fingerprint."""
 
 
 class Client:
@@ -130,7 +143,7 @@ class Client:
         """Take a server; nothing is sent.
 
         url: of `chat_url`. model: the server's name of it. ids: one of IDS. key: sent as a bearer token, and never
-            shown. timeout_s: longest time of one attempt.
+            shown. timeout_s: longest time of one attempt, to connect and again to read the whole answer.
         Raises: ValueError for a key that no header can hold.
         """
         key = (key or "").strip()
@@ -138,7 +151,7 @@ class Client:
             raise ValueError("the key of the server has a character that no header can hold")
         self.url, self._model, self._ids, self._key = url, model, ids, key
         self._timeout_s, self._waits = timeout_s, waits
-        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._opener = urllib.request.build_opener(_NoRedirect, _Timed)
         self._asks_ids = ids != "never"
         self._has_ids = ids == "require"
         self.stopped = threading.Event()
@@ -168,9 +181,11 @@ class Client:
 
     def _read(self, body: bytes) -> Answer:
         try:
-            return parsed(body)
+            answer = parsed(body)
         except (ValueError, RecursionError) as error:
-            raise ServerRefusal(f"{self.url}: not an answer of the chat-completions API: {error}") from error
+            found = self._shown(error)  # not its cause, which holds the body
+            raise ServerRefusal(f"{self.url}: not an answer of the chat-completions API: {found}") from None
+        return answer._replace(served=tuple(ascii(self._shown(each)[:_NAME])[1:-1] for each in answer.served))
 
     def _posted(self, question: Mapping[str, Any]) -> bytes:
         """Return the body of the answer, after as many attempts as it needs."""
@@ -182,9 +197,12 @@ class Client:
                 raise
             except (_Passing, OSError, HTTPException) as error:
                 found, asked = self._shown(error), getattr(error, "asked_s", None)
+                status = getattr(error, "status", None)
             seconds = self._waits.after(attempt, asked)
             if attempt == ATTEMPTS or seconds > LONGEST_RETRY_AFTER_S or self.stopped.is_set():
-                raise ServerError(f"{self.url}: {attempt} attempts without an answer, the last one: {found}")
+                failed = ServerError(f"{self.url}: {attempt} attempts without an answer, the last one: {found}")
+                failed.status = status
+                raise failed
             text = "%s: attempt %d of %d failed (%s); again in %.1f s"
             logger.warning(text, self.url, attempt, ATTEMPTS, found, seconds, extra={"code": "W613"})
             self.stopped.wait(seconds)
@@ -194,29 +212,28 @@ class Client:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
         request = urllib.request.Request(f"{self.url}/chat/completions", data, headers, method="POST")
-        end = time.monotonic() + self._timeout_s
         try:
             with self._opener.open(request, timeout=self._timeout_s) as answer:
-                return self._body(answer, end)
+                return self._body(answer)
         except HTTPError as error:
             with error:
                 if 300 <= error.code < 400:
                     place = self._shown(error.headers.get("Location"))
                     found = f"it answers {error.code}, a redirect to {place}, which is not followed"
                     raise ServerRefusal(f"{self.url}: {found}", status=error.code) from None
-                found = f"{error.code} {self._shown(_words(self._body(error, end)))}"
+                found = f"{error.code} {self._shown(_words(self._body(error)))}"
                 if is_passing(error.code):
-                    raise _Passing(found, asked_seconds(dict(error.headers))) from None
+                    raise _Passing(found, error.code, asked_seconds(dict(error.headers))) from None
                 raise ServerRefusal(f"{self.url}: refuses the question: {found}", status=error.code) from None
 
-    def _body(self, answer: HTTPResponse | HTTPError, end: float) -> bytes:
+    def _body(self, answer: HTTPResponse | HTTPError) -> bytes:
         found = bytearray()
         while piece := answer.read1(_PIECE):
             found += piece
             if len(found) > MOST_BYTES:
                 raise ServerRefusal(f"{self.url}: the answer has more than {MOST_BYTES:,} bytes")
-            if time.monotonic() > end:
-                raise TimeoutError(f"no whole answer in {self._timeout_s:g} s")
+        if missing := getattr(answer, "length", None):  # read1 says nothing of it
+            raise HTTPException(f"the answer ends {missing:,} bytes early")
         return bytes(found)
 
     def _shown(self, words: object) -> str:
@@ -228,14 +245,62 @@ class Client:
 class _Passing(Exception):
     """A status that a later attempt may not get."""
 
-    def __init__(self, found: str, asked_s: float | None) -> None:
+    def __init__(self, found: str, status: int, asked_s: float | None) -> None:
         super().__init__(found)
-        self.asked_s = asked_s
+        self.status, self.asked_s = status, asked_s
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
         return None
+
+
+class _Reads(io.RawIOBase):
+    """Reads a socket for its timeout in all: the socket's own begins again with each byte, of a header too."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket, self._raw, self._seconds = sock, sock.makefile("rb", buffering=0), sock.gettimeout() or 0.0
+        self._end = time.monotonic() + self._seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int | None:
+        left = self._end - time.monotonic()
+        try:
+            if left > 0:
+                self._socket.settimeout(left)
+                return self._raw.readinto(into)
+        except TimeoutError:
+            pass
+        raise TimeoutError(f"no whole answer in {self._seconds:g} s")
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _TimedAnswer(HTTPResponse):
+    def __init__(self, sock: socket.socket, *more: Any, **named: Any) -> None:
+        super().__init__(sock, *more, **named)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Reads(sock))
+
+
+class _Plain(HTTPConnection):
+    response_class = _TimedAnswer
+
+
+class _Secure(HTTPSConnection):
+    response_class = _TimedAnswer
+
+
+class _Timed(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(_Plain, req)
+
+    def https_open(self, req: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(_Secure, req)
 
 
 def _words(body: bytes) -> str:
@@ -271,7 +336,7 @@ def parsed(body: bytes) -> Answer:
         tokens=_count(usage.get("completion_tokens"), "usage.completion_tokens"),
         has_reasoning=any(message.get(name) for name in ("reasoning_content", "reasoning")),
         calls_tools=bool(message.get("tool_calls")),
-        served=tuple(ascii(name[:_NAME])[1:-1] for name in named if isinstance(name, str) and name),
+        served=tuple(name for name in named if isinstance(name, str) and name),
     )
 
 
@@ -337,27 +402,53 @@ def replied(
     questions, answers = queue.SimpleQueue[_Asked | None](), queue.SimpleQueue[tuple[_Asked, Answer | Exception]]()
     for _ in range(at_once):  # daemons: a run that ends early does not wait for their answers
         threading.Thread(target=_work, args=(talk.client, questions, answers), daemon=True).start()
-    seen = Counter[str]()
-    on_way = 0
+    seen, held, on_way = Counter[str](), list[tuple[_Asked, Exception]](), 0
     try:
         while True:
-            if on_way == at_once or (item := next(chats, None)) is None:
+            item = next(chats, None) if on_way < at_once and (has_replies or not held) else None
+            if item is None:
                 if not on_way:
-                    return
+                    break
                 asked, answer = answers.get()
                 on_way -= 1
-                has_replies |= _take(asked, answer, talk, seen, is_first=not has_replies)
-                item = asked.number, asked.answered
+                if isinstance(answer, Exception):
+                    status = getattr(answer, "status", None)
+                    if status not in _OF_ONE_CHAT or (has_replies and len(held) == _FAILURES):
+                        raise answer
+                    held.append((asked, answer))
+                    if status == _FAILED or not has_replies:
+                        continue  # does the server reply to others?
+                else:
+                    has_replies |= _take(asked, answer, talk, seen, is_first=not has_replies)
+                    item = asked.number, asked.answered
+                yield from _refused(held, seen)
+            if item is None:
+                continue
             if (question := _next_question(*item, talk)) is None:
                 item[1].close()
                 yield item
             else:
                 questions.put(question)
                 on_way += 1
+        if held and not has_replies:
+            raise held[0][1]
+        yield from _refused(held, seen)
     finally:
         talk.client.stopped.set()
         for _ in range(at_once):
             questions.put(None)
+
+
+def _refused(held: list[tuple[_Asked, Exception]], seen: Counter[str]) -> Iterator[tuple[int, Answered]]:
+    """End the chats that the server refused, and forget them. seen: counts the ones that are shown."""
+    for asked, error in held:
+        asked.answered.end(REFUSED)
+        asked.answered.close()
+        seen[REFUSED] += 1
+        if seen[REFUSED] <= _REFUSALS:
+            logger.warning("chat %a: %s", asked.prompt.name[:_NAME], error, extra={"code": "W613"})
+        yield asked.number, asked.answered
+    held.clear()
 
 
 def _work(client: Client, questions: Any, answers: Any) -> None:
@@ -406,21 +497,12 @@ def _api_call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {"id": call.get("id") or f"call_{number}", "type": "function", "function": made}
 
 
-def _take(asked: _Asked, answer: Answer | Exception, talk: Talk, seen: Counter[str], *, is_first: bool) -> bool:
+def _take(asked: _Asked, answer: Answer, talk: Talk, seen: Counter[str], *, is_first: bool) -> bool:
     """Add an answer to its chat, or end the chat; return whether the server replied to the prompt.
 
-    seen: how often each name was stated, and a chat refused. is_first: no answer fitted so far, so that a refusal or
-        another prompt is an error.
+    seen: how often each name was stated. is_first: no answer fitted so far, so that another prompt is an error.
     """
     answered = asked.answered
-    if isinstance(answer, Exception):
-        if is_first or not isinstance(answer, ServerRefusal) or answer.status not in _OF_ONE_CHAT:
-            raise answer
-        answered.end(REFUSED)
-        seen[REFUSED] += 1
-        if seen[REFUSED] <= _REFUSALS:
-            logger.warning("chat %a: %s", asked.prompt.name[:_NAME], answer, extra={"code": "W613"})
-        return False
     for name in answer.served:
         is_counted = name in seen or len(seen) < _NAMES
         seen[name] += is_counted
@@ -433,6 +515,8 @@ def _take(asked: _Asked, answer: Answer | Exception, talk: Talk, seen: Counter[s
             )
         answered.end(OTHER_PROMPT)
         return False
+    if answer.prompt_ids is None and answer.prompt_tokens is None:
+        answered.counts[NOT_COMPARED] += 1
     reply = reply_of(answer, asked.prompt, asked.ids, asked.room, talk, answered)
     if isinstance(reply, str):
         answered.end(reply)

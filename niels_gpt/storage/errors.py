@@ -115,6 +115,9 @@ class HubRefusal(CodedError, ValueError, code="E602"):
 class ServerError(CodedError, ConnectionError, code="E613"):
     """A server of a model cannot be reached, or did not answer in several attempts."""
 
+    status: int | None = None
+    """Of HTTP, of the last attempt; None without one."""
+
 
 class ServerRefusal(CodedError, ValueError, code="E614"):
     """A server of a model refuses a question, or answers with something else than asked."""

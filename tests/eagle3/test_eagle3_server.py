@@ -1,8 +1,10 @@
 """eagle3 respond --server: replies by the chat-completions API, from a server that is a stranger."""
 
+import contextlib
 import json
 import logging
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -181,6 +183,51 @@ def test_what_is_not_the_targets_own_text_is_dropped_and_counted(run, tokenizer)
     assert "too long" in done.err and "reasoning parser" in done.out
 
 
+def refusing(page, status, *, slow=0.3):
+    """Answers at once to all pages but the named one, which gets a status; the others answer later."""
+
+    def answer(asked):
+        if page_of(asked) in page:
+            return {"status": status, "body": b"not this one"}
+        time.sleep(slow)
+        return "Fine."
+
+    return answer
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_chat_that_the_server_refuses_before_its_first_reply_does_not_end_the_run(
+    run, tokenizer, monkeypatch, status
+):
+    monkeypatch.setattr("niels_gpt.eagle3.server.ATTEMPTS", 1)
+    with ChatServer(tokenizer, refusing([0, 2], status)) as server:
+        done, path = run(server)
+        assert done.status == 0, done.err
+        server.says = lambda _: {"status": status, "body": b"none of them"}
+        failed, _ = run(server, name="failed.jsonl")
+    assert record_of(path)["counts"]["refused_by_server"] == 2 and len(rows_of(path)) == 10
+    assert "not this one" in done.err
+    assert (
+        failed.status == 1 and f"error[E{613 if status == 500 else 614}]" in failed.err and "none of them" in failed.err
+    )
+
+
+def test_a_server_that_fails_from_some_chat_on_ends_the_run_and_loses_no_chat(run, tokenizer, monkeypatch):
+    monkeypatch.setattr("niels_gpt.eagle3.server.ATTEMPTS", 1)
+    with ChatServer(tokenizer, refusing(range(2, 12), 500, slow=0)) as server:
+        done, path = run(server, "--concurrency", "1")
+        assert done.status == 1 and "error[E613]" in done.err
+        server.says = says
+        assert run(server)[0].status == 0
+    assert len(rows_of(path)) == 12 and "refused_by_server" not in record_of(path)["counts"]
+
+
+def test_a_prompt_of_which_the_server_says_nothing_is_counted(run, tokenizer):
+    with ChatServer(tokenizer, lambda _: {"text": "Fine.", "usage": None}) as server:
+        done, path = run(server)
+    assert record_of(path)["counts"]["prompt_not_compared"] == 12 and "prompt_not_compared 12" in done.out
+
+
 def test_three_refusals_are_shown_and_a_bounded_number_of_names_is_counted(run, tokenizer):
     refusal = {"status": 422, "body": b"too long"}
     with ChatServer(tokenizer, lambda asked: refusal if page_of(asked) > 4 else "Fine.") as server:
@@ -266,12 +313,15 @@ def test_a_busy_server_is_asked_again_and_a_dead_one_not_for_ever(tokenizer, cap
 
 
 def test_an_answer_without_end_is_cut_off_in_time_and_in_bytes(tokenizer, monkeypatch):
-    def drips(handler):
-        handler.send_response(200)
-        handler.end_headers()
-        for _ in range(100):
-            handler.wfile.write(b" ")
-            time.sleep(0.02)
+    def drips(begin, piece, status=200):
+        def answer(handler):
+            handler.wfile.write(b"HTTP/1.1 %d OK\r\n" % status + begin)
+            with contextlib.suppress(OSError):  # the client hangs up
+                for _ in range(100):
+                    handler.wfile.write(piece)
+                    time.sleep(0.02)
+
+        return answer
 
     def pours(handler):
         handler.send_response(200)
@@ -283,15 +333,28 @@ def test_an_answer_without_end_is_cut_off_in_time_and_in_bytes(tokenizer, monkey
             pass
 
     monkeypatch.setattr("niels_gpt.eagle3.server.ATTEMPTS", 2)
-    with ChatServer(tokenizer, lambda _: {"write": drips}) as server:
-        with refused("E613", "2 attempts", "0.1 s"):
-            asking(server, timeout_s=0.1)
-        server.says = lambda _: {"write": lambda _: time.sleep(0.5)}
-        with refused("E613", "timed out"):
-            asking(server, timeout_s=0.1)
+    with ChatServer(tokenizer, says) as server:
+        for drip in [
+            drips(b"\r\n", b" "),
+            drips(b"X: ", b"x"),
+            drips(b"Transfer-Encoding: chunked\r\n\r\n1;", b"x"),
+            drips(b"\r\n", b"HTTP/1.1 100 Continue\r\n\r\n", status=100),
+            lambda _: time.sleep(0.5),
+        ]:
+            server.says = lambda _, drip=drip: {"write": drip}
+            with refused("E613", "2 attempts", "no whole answer in 0.1 s"):
+                asking(server, timeout_s=0.1)
         server.says = lambda _: {"write": pours}
         with refused("E614", "16,777,216 bytes"):
             asking(server)
+
+
+def test_an_answer_that_ends_early_is_asked_for_again(tokenizer, caplog):
+    half = {"headers": {"Content-Length": 10_000}, "body": b'{"choices": ['}
+    left = [half, {**half, "status": 503}]
+    with ChatServer(tokenizer, lambda _: left.pop(0) if left else "so") as server:
+        assert asking(server).text == "so" and len(server.questions) == 3
+    assert caplog.text.count("bytes early") == 2
 
 
 @pytest.mark.parametrize(
@@ -344,6 +407,11 @@ def test_the_key_is_sent_and_appears_nowhere(run, tokenizer, caplog):
         server.says = lambda _: {**echo, "status": 500}
         with refused("E613", "***") as found:
             asking(server, key=key)
+        server.says = lambda _: {"text": "so", "usage": {"prompt_tokens": key}}
+        with refused("E614", "usage.prompt_tokens", "***") as broken:
+            asking(server, key=key)
+        server.says = lambda _: {"text": "so", "names": (key, f"fp_{key}")}
+        assert asking(server, key=key).served == ("***", "fp_***")
     assert "the key in $MY_KEY" in dry.out and f"POST {server.url}/v1/chat/completions" in dry.out
     files = [file.read_text() for file in path.parent.iterdir()]
     shown = [
@@ -353,7 +421,7 @@ def test_the_key_is_sent_and_appears_nowhere(run, tokenizer, caplog):
         dry.err,
         failed.out,
         failed.err,
-        str(found),
+        *("".join(traceback.format_exception(each.error)) for each in (found, broken)),
         caplog.text,
         repr(Client("u", "m", key=key)),
     ]
@@ -367,7 +435,12 @@ def test_the_key_is_sent_and_appears_nowhere(run, tokenizer, caplog):
     ("arguments", "found"),
     [
         (["--server", "http://me:secret@host/v1", "--model", "m"], "--api-key-env"),
+        (["--server", "http://me:12/secret@host", "--model", "m"], "--api-key-env"),
+        (["--server", "http://host/v1?key=secret", "--model", "m"], "--api-key-env"),
+        (["--server", "http://host", "--model", "m", "--api-key-env", "sk-secret"], "--api-key-env"),
         (["--server", "file:///etc/passwd", "--model", "m"], "--server"),
+        (["--server", "http://host/a b", "--model", "m"], "--server"),
+        (["--server", "http://host:port", "--model", "m"], "--server"),
         (["--server", "http://host"], "--model"),
         (["--server", "http://host", "--model", "m", "--device", "cpu"], "--device"),
         (["--server", "http://host", "--model", "m", "--batch-size", "4"], "--batch-size"),

@@ -133,7 +133,7 @@ def speculators_saves(folder, again):
 def specforge_draft(folder, batch, steps):
     """Return the same of SpecForge's class, made and filled as its exporter does; padding follows all tokens.
 
-    Its `from_pretrained` is for transformers 5.8.1: later ones leave the tables of its rotary embedding empty.
+    Its `from_pretrained` is for transformers 5.8.1: with 5.23.0 the tables of its rotary embedding are uninitialized.
     """
     import torch
     from safetensors.torch import load_file

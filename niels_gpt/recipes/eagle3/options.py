@@ -7,6 +7,7 @@ makes a flag of each option with a group.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Collection
@@ -361,7 +362,7 @@ class RespondOptions(TargetOptions):
     )
     model: str | None = _option(_SERVER, "the server's name of the target", metavar="NAME")
     concurrency: int = _option(_SERVER, "chats that the server replies to at once", 32, least=1)
-    timeout: int = _option(_SERVER, "most seconds until an answer", 600, least=1)
+    timeout: int = _option(_SERVER, "most seconds to connect, and again until a whole answer", 600, least=1)
     api_key_env: str = _option(
         _SERVER, "environment variable with the server's key, if it needs one", "OPENAI_API_KEY", metavar="VARIABLE"
     )
@@ -389,6 +390,9 @@ class RespondOptions(TargetOptions):
             chat_url(self.server)
             if self.model is None:
                 raise ValueError("--server: the server's name of the target is missing. Pass --model NAME")
+            is_named = self.api_key_env != type(self).api_key_env  # not shown: some will pass the key itself
+            if is_named and not os.environ.get(self.api_key_env):
+                raise ValueError("--api-key-env: the environment has no variable of this name, or an empty one")
         local = {each.name for each in fields(TargetOptions) if each.metadata["group"] == _HOW} | {"batch_size"}
         for each in fields(self):
             applies = each.name not in local if self.server else each.metadata["group"] != _SERVER

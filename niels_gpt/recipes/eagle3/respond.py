@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
 CHATS = 1024
 """Chats read at a time; batches are formed among them."""
-_NO_REASONS = ("generated", "degenerate_", "ids_of_", "other_token_count", "served: ")  # counters of other things
+_NO_REASONS = ("generated", "degenerate_", "ids_of_", "other_token_count", "prompt_not_compared", "served: ")
+"""Begin the counters of other things than reasons."""
 
 
 @dataclass(frozen=True)
