@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from niels_gpt.commands.console import ERRORS, Command, Result, progress_bar, run, say
 from niels_gpt.commands.eagle3.precompute import flags_of, options_of
 from niels_gpt.recipes.eagle3.options import RespondOptions
@@ -29,11 +31,12 @@ def _respond(source_root: str, dry_run: bool, **given: Any) -> Result:
     from niels_gpt.recipes.eagle3 import respond as recipe
 
     options = options_of(given, RespondOptions)
+    key = _key(options)
     responder = recipe.resolve(options, Settings(source_root=source_root))
     if dry_run:
-        return _trial(responder)
+        return _trial(responder, key)
     with progress_bar("replies", "chats", "tokens") as progress:
-        record = recipe.respond(responder, key=os.environ.get(options.api_key_env), progress=progress)
+        record = recipe.respond(responder, key=key, progress=progress)
     counts, dropped = dict(record["counts"]), record["dropped"]
     replies, tokens, left_out = (counts.pop(name, 0) for name in ("replies", "reply_tokens", "replies_left_out"))
     say(f"{options.output}: {replies:,} replies, {tokens:,} tokens; sha256 {record['sha256']}")
@@ -52,7 +55,16 @@ def _respond(source_root: str, dry_run: bool, **given: Any) -> Result:
     return Result(record, next=f"niels-gpt eagle3 precompute {target} --output-dir DIR")
 
 
-def _trial(responder: Responder) -> Result:
+def _key(options: RespondOptions) -> str | None:
+    key = os.environ.get(options.api_key_env)
+    if not key and options.api_key_env != RespondOptions.api_key_env:  # not shown: it may be the key itself
+        raise click.UsageError(
+            "--api-key-env: the environment has no variable of this name, or an empty one", click.get_current_context()
+        )
+    return key
+
+
+def _trial(responder: Responder, key: str | None) -> Result:
     from niels_gpt.recipes.eagle3.respond import tried
 
     found, most = tried(responder), responder.options.max_new_tokens
@@ -62,18 +74,17 @@ def _trial(responder: Responder) -> Result:
         f"longest {found.longest_prompt:,}; at most {most:,} tokens a reply, ended by ids {list(responder.stop_ids)}"
     )
     if responder.options.server is not None:
-        _say_server(responder)
+        _say_server(responder, key)
     _say_counts("left out by the source", found.dropped)
     _say_counts("without a prompt", found.counts)
     _say_advice(found.counts)
     return Result({**asdict(found), "stop_ids": list(responder.stop_ids)})
 
 
-def _say_server(responder: Responder) -> None:
+def _say_server(responder: Responder, key: str | None) -> None:
     from niels_gpt.recipes.eagle3.respond import client_of
 
     options, sampling = responder.options, responder.sampling
-    key = os.environ.get(options.api_key_env)
     with_key = f"the key in ${options.api_key_env}" if key else "no key"
     say(
         f"to send: POST {client_of(responder, key).url}/chat/completions with {with_key}, {options.concurrency} at "

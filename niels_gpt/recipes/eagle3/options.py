@@ -7,7 +7,6 @@ makes a flag of each option with a group.
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Collection
@@ -390,9 +389,6 @@ class RespondOptions(TargetOptions):
             chat_url(self.server)
             if self.model is None:
                 raise ValueError("--server: the server's name of the target is missing. Pass --model NAME")
-            is_named = self.api_key_env != type(self).api_key_env  # not shown: some will pass the key itself
-            if is_named and not os.environ.get(self.api_key_env):
-                raise ValueError("--api-key-env: the environment has no variable of this name, or an empty one")
         local = {each.name for each in fields(TargetOptions) if each.metadata["group"] == _HOW} | {"batch_size"}
         for each in fields(self):
             applies = each.name not in local if self.server else each.metadata["group"] != _SERVER
