@@ -1,6 +1,7 @@
 """A folder that fills is watched: the cache is an import's, whatever the order of the files, kills and faults."""
 
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -183,6 +185,38 @@ def test_a_file_is_removed_only_after_its_shard_its_receipt_and_the_journal_are_
             assert shard[0].startswith("shard-") and shard[1:] == [f"sidecar/{shard[0][:-12]}.json", "watch.json"]
             removed.append(int(Path(path).stem.removeprefix("hs_")))
     assert removed == [*range(10)] and renamed[-1] == "meta.json" and trace[-1] == ("fsync_dir", str(out))
+
+
+def test_a_watch_that_stops_before_any_rename_or_removal_continues_to_the_same_bytes(
+    folders, imported, watching, tmp_path, monkeypatch
+):
+    from niels_gpt.storage import fileio
+
+    def stopped(step, at, count):
+        def run(*arguments):
+            count.append(arguments)
+            if len(count) == at:
+                raise Stopped
+            return step(*arguments)
+
+        return run
+
+    for at in itertools.count(1):
+        source, out, count = shutil.copytree(folders["speculators"], tmp_path / f"{at}f"), tmp_path / f"{at}c", []
+        with monkeypatch.context() as patched:
+            for name in ("rename", "remove"):
+                patched.setattr(fileio, name, stopped(getattr(fileio, name), at, count))
+            with suppress(Stopped):
+                watching("speculators", source, out, consume=True)
+        if len(count) < at:
+            break
+        if (out / "watch.json").exists():
+            done = watching("speculators", source, out, consume=True)
+            assert (done.removed_files, done.kept_files) == (10, 0), at
+        elif not (out / "meta.json").exists():
+            watching("speculators", source, out, consume=True)
+        assert files_of(out) == imported["speculators"] and not states_of("speculators", source), at
+    assert at > 30
 
 
 def test_the_conventions_are_proved_on_the_first_samples_and_once(folders, importing, watching, tmp_path):
