@@ -30,6 +30,7 @@ EXTRAS = {
     "dagster": ("dagster", "caches as Dagster assets, its UI and schedules"),
     "dask": ("distributed", "partitions of a cache on many machines: build --dask"),
     "eagle3": ("transformers", "models and chat templates of the Hugging Face hub; eagle3 precompute"),
+    "quantized": ("torchao", "eagle3 precompute and respond --quantization torchao:SCHEME"),
     "fast": ("gigatoken", "builds many times as fast with BPE tokenizers"),
     "plot": ("matplotlib", "pictures: stats --plot, tree stats --plot"),
     "postgres": ("dagster_postgres", "Dagster's storage in PostgreSQL"),
@@ -46,6 +47,7 @@ DEVELOPERS_EXTRAS = {
     "buckets": ("moto", "the tests of buckets"),
     "browser": ("playwright", "the browser tests"),
     "docs": ("zensical", "the site: make docs"),
+    "serving": ("fastapi", "the tests of replies from transformers serve"),
 }
 """The same for work on niels-gpt itself; only --json has them."""
 COMPLETION = {
