@@ -45,7 +45,7 @@ def asked_seconds(headers: Mapping[str, str]) -> float | None:
         return float(value)
     try:
         when = parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter for a zone of many digits
         return None
     # A date without a zone is in GMT.
     when = when if when.tzinfo else when.replace(tzinfo=datetime.UTC)
