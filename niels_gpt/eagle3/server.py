@@ -65,10 +65,10 @@ logger = logging.getLogger(__name__)
 IDS: Final = ("auto", "require", "never")
 """Whether a server is asked for token ids: yes, and without them if it refuses; yes; no."""
 REFUSED, OTHER_PROMPT, REPLACED = "refused_by_server", "other_prompt", "replaced_characters"
-SPLIT_OFF, OTHER_TEXT, NO_END = "reasoning_split_off", "other_text", "finished_otherwise"
+SPLIT_OFF, OTHER_TEXT, NO_END, TOO_LONG = "reasoning_split_off", "other_text", "finished_otherwise", "longer_than_asked"
 """Why a chat, or its rest, has no reply: the server refuses the question; its prompt is another one; the reply has
 U+FFFD, in whose place other ids were; a parser of the server took the reasoning out; the ids of the reply's text give
-another text; the server ended the reply for another reason than its end or its length."""
+another text; the server ended the reply for another reason than its end or its length; it has too many tokens."""
 GIVEN_IDS, TOKENIZED, OTHER_LENGTH = "ids_of_server", "ids_of_text", "other_token_count"
 """Counters of kept or dropped replies: with the server's ids; tokenized here; the latter with another number of tokens
 than the server counted, so that the target wrote the text by other ids."""
@@ -546,6 +546,8 @@ def reply_of(answer: Answer, prompt: Chat, ids: list[int], room: int, talk: Talk
     cut = LENGTH if room == talk.sampling.max_new_tokens else CONTEXT
     if answer.finish not in ("stop", "length", "tool_calls", "function_call"):
         return NO_END
+    if (len(answer.ids) if answer.ids is not None else answer.tokens or 0) > room:
+        return TOO_LONG
     if answer.ids is not None:
         answered.counts[GIVEN_IDS] += 1
         if any(each >= talk.tokenizer.vocab_size for each in answer.ids):
@@ -568,6 +570,8 @@ def reply_of(answer: Answer, prompt: Chat, ids: list[int], room: int, talk: Talk
     if isinstance(found, str):
         return found
     own, end = found
+    if answer.tokens is None and len(own) > room:
+        return TOO_LONG
     if answer.tokens is not None and answer.tokens - len(own) not in (0, 1):
         answered.counts[OTHER_LENGTH] += 1
     return Reply(own, None, cut) if is_cut else Reply(own, end, STOP)

@@ -46,7 +46,10 @@ def test_a_reply_has_the_first_kind_that_applies():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("looping") / "tiny", seed=0)
+    made = write_model(tmp_path_factory.mktemp("looping") / "tiny", seed=0)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
+    return made
 
 
 @pytest.fixture

@@ -167,6 +167,7 @@ def test_what_is_not_the_targets_own_text_is_dropped_and_counted(run, tokenizer)
         4: ("special_text", {"text": "so <|eot|> it is"}),
         5: ("empty_reply", {"text": " \n"}),
         6: ("other_prompt", {"text": "so", "usage": {"prompt_tokens": 7}}),
+        9: ("longer_than_asked", {"text": "so", "usage": {"completion_tokens": 65}}),
         7: ("refused_by_server", {"status": 400, "body": b'{"error": {"message": "too long"}}'}),
     }
 
@@ -178,8 +179,8 @@ def test_what_is_not_the_targets_own_text_is_dropped_and_counted(run, tokenizer)
     with ChatServer(tokenizer, answer) as server:
         done, path = run(server)
     counts = record_of(path)["counts"]
-    assert [counts[reason] for reason, _ in dropped.values()] == [1] * 7 and counts["replies"] == 5
-    assert [row["id"] for row in rows_of(path)] == [f"c{page}" for page in (0, 8, 9, 10, 11)]
+    assert [counts[reason] for reason, _ in dropped.values()] == [1] * 8 and counts["replies"] == 4
+    assert [row["id"] for row in rows_of(path)] == [f"c{page}" for page in (0, 8, 10, 11)]
     assert "too long" in done.err and "reasoning parser" in done.out
 
 
