@@ -25,16 +25,17 @@ def recomputed_by_head(
     Loads nothing but the head (`TargetHead.of_checkpoint`). Log-normalizers and most probable tokens are computed from
     the stored last hidden states, one sample at a time; whether the target gives these states is not known then.
 
-    name: of the target. revision: None: the plan's. Raises: as `recomputed`; the errors of `TargetHead.of_checkpoint`.
+    name: of the target. revision: None: the one that the cache was made from. Raises: as `recomputed`; the errors of
+        `TargetHead.of_checkpoint`.
     """
     if k < 1:
         raise ValueError(f"k={k}: expected the number of samples to compare, 1 or more")
     cache = open_cache(path, follow_links=follow_links)
     if not isinstance(cache, NativeCache):
         return Verdict([], "cannot be checked by the head alone: the cache stores no last hidden states")
-    if revision is None and cache.is_planned:
-        revision = cache.plan["target"].get("revision")
-    head = TargetHead.of_checkpoint(name, revision=revision, dtype=DTYPES[cache.manifest["head"]["compute_dtype"]])
+    made_from = cache.plan["target"].get("revision") if cache.is_planned else cache.imported_revision
+    dtype = DTYPES[cache.manifest["head"]["compute_dtype"]]
+    head = TargetHead.of_checkpoint(name, revision=revision or made_from, dtype=dtype)
     report, numbers = Report(cache), drawn_numbers(cache.num_samples, k, seed)
     report.ask(_differences_by_head, cache, head, numbers)
     drawn = ", ".join(map(str, numbers[:_NAMED])) + ", ..." * (len(numbers) > _NAMED)

@@ -289,6 +289,13 @@ class Eagle3Cache(Cache, ABC):
             return True
         return any(self._names_a_plan(shard) for shard in self.shards)
 
+    @property
+    def imported_revision(self) -> str | None:
+        """Commit of the target on the hub that meta.json of an import states; None for another cache."""
+        made_from = self.meta.get("target")
+        revision = made_from.get("revision") if isinstance(made_from, dict) else None
+        return revision if isinstance(revision, str) else None
+
     def _names_a_plan(self, shard: int) -> bool:
         try:
             return "plan" in self.facts(shard)

@@ -249,24 +249,29 @@ def target_of(
 ) -> Target:
     """Return a target to compare a cache with (recompute.recomputed), in the form of the plan; loads no weights yet.
 
-    revision, device: None: as in the cache's plan, but the CPU if this machine lacks the GPU. device_map, max_memory:
-        as the options of the same names.
+    revision, device: None: as in the cache's plan, or an import's meta.json, but the CPU if this machine lacks the GPU.
+    device_map, max_memory: as the options of the same names.
     Raises: FileNotFoundError, ConnectionError, ImportError or ValueError for a model that cannot be a target;
         CacheError for a damaged plan.
     """
     import torch
 
     from niels_gpt.eagle3.format.plan import read_record
+    from niels_gpt.eagle3.inspect.forms import open_cache
     from niels_gpt.eagle3.inspect.recompute import Target
     from niels_gpt.eagle3.models import checkpoint_quantization, target_facts
     from niels_gpt.recipes.eagle3.running import placement_of, run_facts
 
     record = read_record(cache, follow_links=follow_links)
-    planned, made_from = ({}, {}) if record is None else (record["run"], record["target"])
+    planned = {} if record is None else record["run"]
     if device is None:
         on_gpu = record is None or planned.get("device") == "cuda"
         device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
-    facts = target_facts(name, revision=revision or made_from.get("revision"))
+    if record is None:
+        made_from = open_cache(cache, follow_links=follow_links).imported_revision
+    else:
+        made_from = record["target"].get("revision")
+    facts = target_facts(name, revision=revision or made_from)
     attention = planned.get("attention", "sdpa")
     asked = Options(
         target_model=name,

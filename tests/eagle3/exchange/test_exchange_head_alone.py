@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.commands import niels_gpt
-from support.exchange_files import VOCAB, in_bf16, write_row, write_speculators
+from support.exchange_files import HIDDEN, VOCAB, in_bf16, write_row, write_speculators
 
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import NativeEagle3Dataset, native_batch
@@ -122,6 +122,31 @@ def test_the_head_of_the_checkpoint_shows_weights_and_target_rows_that_are_not_i
     problems = done.json["recomputed"]["problems"]
     assert done.status == 3 and "lm_head of token 7 is not the target's" in problems[0]
     assert len(problems) > 1 and all("log_normalizers" in each or "argmax_ids" in each for each in problems[1:])
+
+
+def test_a_target_of_the_hub_is_compared_at_the_commit_of_the_import(rows, whole, tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    from niels_gpt.eagle3.exchange.move import Target, import_cache
+    from niels_gpt.eagle3.exchange.proof import Convention
+    from niels_gpt.eagle3.inspect.by_head import recomputed_by_head
+    from niels_gpt.recipes.eagle3.prepare import target_of
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    repository, first, later = tmp_path / "models--somebody--small", "1" * 40, "2" * 40
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    for commit in (first, later):
+        shutil.copytree(whole / "one", repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(later)
+    path = repository / "snapshots" / later / "model.safetensors"
+    save_file({**load_file(path), "lm_head.weight": torch.zeros(VOCAB, HIDDEN)}, path, metadata={"format": "pt"})
+    head = TargetHead.of_checkpoint("somebody/small", revision=first, dtype=torch.float32)
+    target = Target("somebody/small", head, HIDDEN, VOCAB, facts={"revision": first})
+    import_cache("speculators", rows, tmp_path / "c", target, stated=Convention((1, 4), "pre_norm"))
+    assert target_of(tmp_path / "c", "somebody/small").facts["revision"] == first
+    assert recomputed_by_head(tmp_path / "c", "somebody/small").problems == []
+    assert recomputed_by_head(tmp_path / "c", "somebody/small", revision="main").problems
 
 
 def test_head_only_needs_a_target(rows, tmp_path):
