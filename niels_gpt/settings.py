@@ -217,7 +217,7 @@ class Settings:
     )
     eagle3_quantization: str | None = _setting(
         None,
-        "quantize the weights as they are loaded: torchao:int8wo, torchao:int4wo, torchao:float8wo, bitsandbytes:8bit "
+        "quantize the weights as they are loaded: torchao:int8wo, torchao:float8wo, bitsandbytes:8bit "
         "or bitsandbytes:4bit (default: no)",
     )
     eagle3_load_dtype: str | None = _setting(

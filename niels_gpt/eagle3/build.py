@@ -132,8 +132,8 @@ def make_target_cache(
         format_version and target_probs_topk decide the form.
     tokenizer, target, source, dropped: recorded in the plan; another value makes another plan. tokenizer needs `pad_id`
         and `sha256`, target needs `vocab_size` and `hidden_size`.
-    run: how the target is run, also recorded: device, threads, attention, compute_dtype; None: this machine's device
-        and torch's number of threads.
+    run: how the target is run, also recorded: device, threads, attention, compute_dtype, and tensor_parallel where
+        `load` loads a rank's part (`Placement`); None: this machine's device and torch's number of threads.
     batch_size, max_batch_tokens: most rows, and most rows times width, of a forward pass.
     workers: number of processes; never changes the bytes. resume: continue what the folder holds.
     part: (i, N), i from 1: build only the shards whose index modulo N is i - 1; other partitions may run in the same

@@ -149,10 +149,18 @@ def checkpoint_quantization(name: str, revision: str | None) -> str | None:
     return text if METHOD.fullmatch(text) else "unknown"
 
 
-def refuse_other_ranks(name: str, revision: str | None, ranks: int) -> None:
-    """Raise TargetError (E705) if a target cannot be split over `ranks` processes; see `distributed_config`."""
-    if ranks > 1 and (empty := _without_weights(_of_config(name, revision)[1])) is not None:
-        distributed_config(name, empty, ranks)
+def refuse_other_placement(name: str, revision: str | None, placement: Placement) -> None:
+    """Raise TargetError (E705) if a target lacks modules of the device map, or cannot be split; loads no weights.
+
+    See `refuse_other_modules` and `distributed_config`.
+    """
+    ranks = placement.tensor_parallel
+    if ranks == 1 and not isinstance(placement.device_map, dict):
+        return
+    if (empty := _without_weights(_of_config(name, revision)[1])) is not None:
+        refuse_other_modules(placement.device_map, empty, name)
+        if ranks > 1:
+            distributed_config(name, empty, ranks)
 
 
 def load_target(

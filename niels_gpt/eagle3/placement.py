@@ -28,7 +28,6 @@ MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps that transformers computes from the sizes of the modules and the free memory."""
 SCHEMES = {
     "torchao:int8wo": "Int8WeightOnlyConfig",
-    "torchao:int4wo": "Int4WeightOnlyConfig",
     "torchao:float8wo": "Float8WeightOnlyConfig",
     "bitsandbytes:8bit": "load_in_8bit",
     "bitsandbytes:4bit": "load_in_4bit",

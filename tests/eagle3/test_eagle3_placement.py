@@ -244,14 +244,16 @@ INT8 = ("--quantization", "torchao:int8wo")
 
 
 @pytest.mark.skipif(not is_here("torchao"), reason="needs the extra quantized")
-@pytest.mark.parametrize("kind", ["llama", "granite", "cohere"])
-def test_the_head_is_proved_on_quantized_weights(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "form"), [("llama", "Int8"), ("llama", "Float8"), ("granite", "Int8"), ("cohere", "Int8")]
+)
+def test_the_head_is_proved_on_quantized_weights(kind, form, tmp_path):
     tiny_model(kind).save_pretrained(tmp_path)
-    loaded = load_target(str(tmp_path), **FP32, placement=Placement(quantization="torchao:int8wo"))
+    loaded = load_target(str(tmp_path), **FP32, placement=Placement(quantization=f"torchao:{form.lower()}wo"))
     whole = load_target(str(tmp_path), **FP32)
     assert TargetHead.of_model(loaded).facts() == TargetHead.of_model(whole).facts()
     block = next(iter(loaded.model.layers))
-    assert "Int8" in type(block.self_attn.q_proj.weight).__name__
+    assert form in type(block.self_attn.q_proj.weight).__name__
 
 
 @pytest.mark.skipif(not is_here("torchao"), reason="needs the extra quantized")
@@ -334,6 +336,12 @@ def test_a_map_that_does_not_fit_the_model_names_the_module(changed, said, model
     where = {name: place for name, place in {**on_disk(1), **changed}.items() if place is not None}
     with refused("E705", "--device-map", said):
         load_target(str(model), **FP32, placement=Placement(where))
+
+
+@pytest.mark.usefixtures("not_tokenized", "no_weights")
+def test_such_a_map_is_refused_before_the_input_is_tokenized(run, map_file):
+    status, _, errors = run("--device-map", map_file({"modle": "cpu"}), "--dry-run")
+    assert status == 1 and "E705" in errors and "'modle'" in errors and "model.embed_tokens" in errors
 
 
 def test_a_library_that_is_not_there_is_named_with_its_command(run, monkeypatch):

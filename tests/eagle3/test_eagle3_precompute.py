@@ -363,6 +363,7 @@ def test_progress_is_a_line_now_and_then_and_a_bar_on_a_terminal(run, monkeypatc
         ("9", "4", "name --threads 1 for a new cache"),
         ("2", "3", "name --threads 2 for a new cache"),
         ("2", "2", ""),
+        ("9", "1", ""),
         ("1", "8", ""),
     ],
 )

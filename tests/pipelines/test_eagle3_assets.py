@@ -40,6 +40,7 @@ from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest
 from niels_gpt.eagle3.target import write_small_target
 from niels_gpt.eagle3.vocab import load_token_mapping
 from niels_gpt.recipes.asked import code_versions
+from niels_gpt.recipes.eagle3 import prepare
 from niels_gpt.recipes.plan import plan
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import sha256_file
@@ -315,6 +316,17 @@ def test_the_target_is_run_once_more_for_as_many_samples_as_the_setting_says(
         assert verdicts(check_alone(instance, changed, KEY, "recomputed")) == {"recomputed": passed}
 
 
+def test_a_target_that_several_processes_hold_is_spread_over_the_devices_for_that(settings, monkeypatch):
+    build_targets(settings)
+    maps, real = [], prepare.target_of
+    monkeypatch.setattr(
+        prepare, "target_of", lambda *given, **how: maps.append(how["device_map"]) or real(*given, **how)
+    )
+    for ranks in (1, 2):
+        assert prepare.check_recomputed(dataclasses.replace(settings, eagle3_tensor_parallel=ranks)).problems == []
+    assert maps == [None, "auto"]
+
+
 @pytest.mark.slow
 def test_a_setting_of_its_own_builds_it_anew_and_one_of_an_sft_cache_does_not(
     instance: dg.DagsterInstance, settings: Settings
@@ -336,6 +348,9 @@ def test_a_setting_of_its_own_builds_it_anew_and_one_of_an_sft_cache_does_not(
         ({"eagle3_batch_size": 3}, True),
         ({"eagle3_source": "oasst1"}, True),
         ({"dolly_include_system": True}, True),
+        ({"eagle3_load_dtype": "bf16"}, True),
+        ({"eagle3_tensor_parallel": 2}, False),
+        ({"eagle3_device_map": "auto", "eagle3_max_memory": "cpu=1GB"}, False),
         ({"eagle3_check_samples": 1, "threads": 1, "eagle3_device": None, "sft_val_frac": 0.3, "seed": 3}, False),
     ],
 )

@@ -129,10 +129,11 @@ def _partition_made(prepared: Prepared, options: Options, made: dict[str, Any]) 
 def _hint_at_threads(workers: int, run: dict[str, Any]) -> None:
     """Print a hint if workers share cores. The number of threads decides bytes, so it is not changed here."""
     cores, processes = usable_cores(), workers * run.get("tensor_parallel", 1)
-    if processes > 1 and run["device"] == "cpu" and processes * run["threads"] > cores:
+    fitting = max(1, cores // processes)
+    if processes > 1 and run["device"] == "cpu" and run["threads"] > fitting:
         print(
             f"hint: {processes} processes of {run['threads']} threads each share {cores} cores and slow each other "
-            f"down; name --threads {max(1, cores // processes)} for a new cache",
+            f"down; name --threads {fitting} for a new cache",
             file=sys.stderr,
         )
 

@@ -29,7 +29,7 @@ _WHAT, _FORM, _SERVER, _HOW = GROUPS
 _SETTINGS = {each.name: each for each in fields(Settings)}
 _NATIVE, _DENSE = ("native",), ("1", "2")
 """Forms of a cache."""
-_SCHEMES = ("torchao:int8wo", "torchao:int4wo", "torchao:float8wo", "bitsandbytes:8bit", "bitsandbytes:4bit")
+_SCHEMES = ("torchao:int8wo", "torchao:float8wo", "bitsandbytes:8bit", "bitsandbytes:4bit")
 """The keys of placement.SCHEMES."""
 
 

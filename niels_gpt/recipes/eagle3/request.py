@@ -406,7 +406,7 @@ def resolve(
         CacheError if output_dir cannot be used, holds a cache without `resume`, or holds another plan.
     """
     from niels_gpt.eagle3.disk import refuse_unusable
-    from niels_gpt.eagle3.models import refuse_other_ranks
+    from niels_gpt.eagle3.models import refuse_other_placement
     from niels_gpt.eagle3.placement import FORM
     from niels_gpt.eagle3.resume import recorded_plan, refuse_existing
     from niels_gpt.eagle3.target import checked_aux_layer_ids, parse_aux_layers
@@ -426,7 +426,7 @@ def resolve(
             f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions. "
             f"Pass --seq-length {target.max_positions} or less"
         )
-    refuse_other_ranks(options.target_model, target.revision, found["placement"].tensor_parallel)
+    refuse_other_placement(options.target_model, target.revision, found["placement"])
     try:
         layers = parse_aux_layers(options.aux_layers, target.num_layers)
         if options.form != "native":
