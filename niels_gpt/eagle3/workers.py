@@ -153,10 +153,10 @@ class Workers:
         context = multiprocessing.get_context(self._start)
         self._scratch = self._scratch or tempfile.mkdtemp(prefix="niels-gpt-")
         ranks = new_ranks(context, self._ranks) if self._ranks > 1 else [None]
-        about = self._scratch, job, self._load, tried
         for place, rank in enumerate(ranks, number * self._ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(*about, place, rank, theirs), daemon=True)  # type: ignore[attr-defined]
+            about = job, self._load, place, rank, self._scratch, tried, theirs
+            process = context.Process(target=_work, args=about, daemon=True)  # type: ignore[attr-defined]
             with sigint_blocked():
                 process.start()
             self._running[ours] = process
@@ -230,19 +230,19 @@ def _noticing_death(process: Any) -> Iterator[None]:
 
 
 def _work(
-    scratch: str,
     job: Job,
     load: Load,
-    tried: tuple[str, Any] | None,
     place: int,
     rank: Rank | None,
+    scratch: str,
+    tried: tuple[str, Any] | None,
     parent: Connection,
 ) -> None:
     """Load the target and do a job, or follow the rank that does.
 
-    scratch: folder for temporary files, which the parent removes, as this process may be killed. place: number of
-        this process among all. rank: in a group that holds one target. tried: name and tokens of a sample
-        to try it on first; then the job arrives from the parent afterwards.
+    place: number of this process among all. rank: in a group that holds one target. scratch: folder for temporary
+        files, which the parent removes, as this process may be killed. tried: name and tokens of a sample to try it on
+        first; then the job arrives from the parent afterwards.
     """
     tempfile.tempdir = scratch
     threading.Thread(target=_end_with_parent, args=(scratch,), daemon=True).start()
