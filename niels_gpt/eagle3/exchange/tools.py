@@ -1,10 +1,10 @@
 """Reads and writes the folders of SpecForge and speculators. No file in them says which blocks were captured.
 
-SpecForge's offline features are a tree of *.ckpt or *.ckpt.gz files, one a sample. Their order is that of the number in
-their names (data_9.ckpt before data_10.ckpt, in whichever folder); where a name has no number, or two have the same, it
-is the order of the paths. Each is a torch.save dict: `input_ids` [L], `loss_mask` [L], `hidden_state` [1, L, H], the
-input of lm_head, and `aux_hidden_state` [1, L, 3H]. SpecForge's trainer later shifts ids and target states by one
-token, but not the mask, and sets the mask's last value to 0.
+SpecForge's offline features are a tree of *.ckpt or *.ckpt.gz files, one a sample. They are ordered by the number in
+their names, data_9.ckpt before data_10.ckpt in any folder; if a name has no number, or two have the same, by path. Each
+is a torch.save dict: `input_ids` [L], `loss_mask` [L], `hidden_state` [1, L, H], the input of lm_head, and
+`aux_hidden_state` [1, L, 3H]. SpecForge's trainer later shifts ids and target states by one token, but not the mask,
+and sets the mask's last value to 0.
 
 speculators' offline data are a folder of `datasets` that contains hidden_states/hs_{i}.safetensors for each row i. Rows
 have `input_ids`, `loss_mask` and `seq_len`. A file has `token_ids` [L] and `hidden_states` [L, K + 1, H]; its last
