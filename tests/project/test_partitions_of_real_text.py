@@ -110,7 +110,7 @@ def dask_cluster(folder):
     """Yield the address of a scheduler with two workers, and the workers' processes."""
     distributed = pytest.importorskip("distributed", reason="the extra dask is not installed")
     workers = []
-    with distributed.LocalCluster(n_workers=0, dashboard_address=None, scheduler_port=0) as cluster:
+    with distributed.LocalCluster(n_workers=0, dashboard_address="127.0.0.1:0", scheduler_port=0) as cluster:
         for _ in range(2):
             workers.append(dask_worker(cluster.scheduler_address, folder))
         yield cluster.scheduler_address, workers
