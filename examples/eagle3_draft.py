@@ -26,7 +26,7 @@ Past = tuple[Tensor, ...]  # keys and values, [B, heads of keys, P, head size] e
 class Draft(nn.Module):
     """The target's embeddings [V, H], frozen; one decoder layer of a Llama; a head over the draft's tokens.
 
-    Layer and names are those of SpecForge's LlamaForCausalLMEagle3, so that `save_draft` has only to store them.
+    Layer and names are as in SpecForge's LlamaForCausalLMEagle3, so that `save_draft` has only to store them.
     config: see `draft_config`. selected: the target's id of each of the draft's, int64 [D]. layers: K, auxiliary ones.
     """
 

@@ -38,7 +38,7 @@ def load_ends(
     numbers of every size. All other weights are those of the checkpoint, in `dtype`, on `device`; embeddings that are
     not lm_head stay in the checkpoint's dtype if it is narrower.
 
-    name: a folder, else a hub id, of which only the files with these tensors are downloaded. revision: see
+    name: a folder, else a hub id, for which only the files with these tensors are downloaded. revision: see
         `target_facts`.
     Raises: FileNotFoundError for a folder without config, weights or a file that is needed; ConnectionError if the hub
         does not answer; ImportError without the extra; ValueError (E705) for a model that cannot be a target, a

@@ -73,7 +73,7 @@ GIVEN_IDS, TOKENIZED, OTHER_LENGTH = "ids_of_server", "ids_of_text", "other_toke
 """Counters of kept or dropped replies: with the server's ids; tokenized here; the latter with another number of tokens
 than the server counted, so that the target wrote the text by other ids."""
 NOT_COMPARED: Final = "prompt_not_compared"
-"""Counter of replies to prompts of which the server says nothing."""
+"""Counter of replies to prompts that the server says nothing about."""
 SERVED: Final = "served: "
 """Begins the counters of the names, model and system fingerprint, that the answers state."""
 

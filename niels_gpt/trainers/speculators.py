@@ -102,7 +102,7 @@ class Eagle3Rows(BaseDataset):
         return len(self._numbers)
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Return rows, as a DataLoader asks for those of a batch; at a URL they are fetched together."""
+        """Return the rows of a batch, for a DataLoader; at a URL they are fetched together."""
         self.cache.will_read([self._numbers[index] for index in indices], len(indices))
         return [self[index] for index in indices]
 

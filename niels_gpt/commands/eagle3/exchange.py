@@ -95,7 +95,7 @@ def import_(source: Path, out: Path, tool: str, **how: Any) -> Result:
     with progress_bar("import", "samples") as progress:
         done = import_cache(tool, source, out, target, **arguments, seed=how["seed"], progress=progress)
     say("\n".join(_import_lines(out, done)))
-    return Result({"cache": str(out), **asdict(done)}, ExitCode.GOOD, f"niels-gpt eagle3 verify {out}")
+    return Result({"cache": str(out), **asdict(done)}, ExitCode.GOOD, _next(out))
 
 
 @command(
@@ -112,7 +112,7 @@ niels-gpt eagle3 watch DIR OUT --from specforge --target MODEL --samples-total 5
     metavar="N",
     help="number of SpecForge's samples; if not given, until a file DIR/done",
 )
-@option("--once", is_flag=True, help="nothing more comes: take what is there, and end")
+@option("--once", is_flag=True, help="nothing more comes: take the files that are there, and end")
 @option("--consume", is_flag=True, help="remove each file once its states are in a finished shard")
 @option(
     "--patience",
@@ -159,7 +159,12 @@ def watch(
     say("\n".join(lines))
     made = {"cache": str(out), **asdict(done.imported)}
     made |= {name: getattr(done, name) for name in ("removed_files", "removed_bytes", "kept_files")}
-    return Result(made, ExitCode.GOOD, shlex.join(["niels-gpt", "eagle3", "verify", str(out)]))
+    return Result(made, ExitCode.GOOD, _next(out))
+
+
+def _next(out: Path) -> str:
+    """Return the command that checks a new cache."""
+    return shlex.join(["niels-gpt", "eagle3", "verify", str(out)])
 
 
 def _words_of_this_command() -> list[str]:

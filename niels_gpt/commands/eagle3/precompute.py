@@ -179,7 +179,7 @@ def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
 
 
 def _by_token(total: float, parts: dict[str, float]) -> str:
-    """Return bytes_per_token as text, with the bytes of a slot, or those of a native cache's larger tensors."""
+    """Return bytes_per_token as text, with the bytes of a slot, or of a native cache's larger tensors."""
     text = f"{total:,.0f} bytes a token"
     if "target_probs" in parts or "target_probs_values" in parts:
         return f"{text}, {sum(parts.values()):,.0f} a slot"

@@ -62,7 +62,7 @@ class Until:
     samples_total: int | None = None
     """Number of samples of a SpecForge folder; None: until a file `done` is in it. speculators' rows give their own."""
     once: bool = False
-    """Take what is there now, and end."""
+    """Take the files that are there now, and end."""
     patience: float = 600.0
     """Seconds after which a file that does not change is refused, or counted as a gap."""
     poll: float = 1.0
