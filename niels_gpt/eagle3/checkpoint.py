@@ -35,8 +35,8 @@ def load_ends(
     """Load a causal language model without its decoder blocks, in eval mode, without gradients.
 
     Its blocks have no weights and pass on their input; the last one gives drawn states, so what follows it meets
-    numbers of every size. All other weights are those of the checkpoint, in `dtype`, on `device`; embeddings that are
-    not lm_head stay in the checkpoint's dtype if it is narrower.
+    numbers of every size. All other weights are the checkpoint's, in `dtype`, on `device`; embeddings that are not
+    lm_head stay in the checkpoint's dtype if it is narrower.
 
     name: a folder, else a hub id, for which only the files with these tensors are downloaded. revision: see
         `target_facts`.

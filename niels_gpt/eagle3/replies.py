@@ -25,7 +25,7 @@ import json
 import os
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +89,15 @@ class Sampling:
         if self.temperature == 0 and self.top_p != 1:
             raise ValueError(f"top_p is {self.top_p} and temperature is 0, which is greedy: leave one of them out")
 
+    def room(self, prompt_tokens: int, max_positions: int | None) -> int:
+        """Return the most tokens of the reply to a prompt; 0 if the target has no position left."""
+        left = self.max_new_tokens if max_positions is None else max_positions - prompt_tokens
+        return max(0, min(self.max_new_tokens, left))
+
+    def cut_at(self, room: int) -> str:
+        """Return why a reply of `room` tokens without an end is cut: LENGTH or CONTEXT."""
+        return LENGTH if room == self.max_new_tokens else CONTEXT
+
 
 class Prompt(NamedTuple):
     """Token ids for the target to reply to."""
@@ -107,6 +116,12 @@ class Reply(NamedTuple):
     """The token that ends the turn; None: the reply is cut."""
     finish: str
     """STOP, LENGTH or CONTEXT."""
+
+
+def up_to_stop(ids: Sequence[int], stop_ids: Collection[int]) -> tuple[list[int], int | None]:
+    """Return the ids before the first one that ends a turn, and that one; all of them and None without such an id."""
+    stop = next((at for at, each in enumerate(ids) if each in stop_ids), None)
+    return list(ids[:stop]), None if stop is None else ids[stop]
 
 
 def chance_of(seed: int, name: str) -> int:

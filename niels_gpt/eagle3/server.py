@@ -44,8 +44,6 @@ from urllib.parse import urlsplit, urlunsplit
 from niels_gpt.chat.protocol import NOT_STABLE, Chat, ChatTokenizer, Messages, RefusedChat
 from niels_gpt.eagle3.replies import (
     CALLS_TOOLS,
-    CONTEXT,
-    LENGTH,
     MESSAGES,
     OVER_CONTEXT,
     STOP,
@@ -56,6 +54,7 @@ from niels_gpt.eagle3.replies import (
     chance_of,
     next_prompts,
     prompt_name,
+    up_to_stop,
 )
 from niels_gpt.storage.errors import ServerError, ServerRefusal
 from niels_gpt.storage.waits import Waits, asked_seconds, is_passing
@@ -462,9 +461,9 @@ def _work(client: Client, questions: Any, answers: Any) -> None:
 def _next_question(number: int, answered: Answered, talk: Talk) -> _Asked | None:
     """Return the question for a chat's next reply; None if the chat has ended."""
     for _, prompt, ids in next_prompts([answered], talk.tokenizer, talk.form):
-        most, sampling = talk.sampling.max_new_tokens, talk.sampling
-        room = most if talk.max_positions is None else min(most, talk.max_positions - len(ids))
-        if room < 1:
+        sampling = talk.sampling
+        room = sampling.room(len(ids), talk.max_positions)
+        if not room:
             answered.end(OVER_CONTEXT)
             return None
         question = {
@@ -542,8 +541,7 @@ def _other_prompt(asked: _Asked, answer: Answer, talk: Talk) -> str | None:
 
 def reply_of(answer: Answer, prompt: Chat, ids: list[int], room: int, talk: Talk, answered: Answered) -> Reply | str:
     """Return the reply in an answer, or why it is dropped. ids: of the prompt. room: most tokens of the reply."""
-    is_cut = answer.finish == "length"
-    cut = LENGTH if room == talk.sampling.max_new_tokens else CONTEXT
+    is_cut, cut = answer.finish == "length", talk.sampling.cut_at(room)
     if answer.finish not in ("stop", "length", "tool_calls", "function_call"):
         return NO_END
     if (len(answer.ids) if answer.ids is not None else answer.tokens or 0) > room:
@@ -552,13 +550,12 @@ def reply_of(answer: Answer, prompt: Chat, ids: list[int], room: int, talk: Talk
         answered.counts[GIVEN_IDS] += 1
         if any(each >= talk.tokenizer.vocab_size for each in answer.ids):
             return OTHER_TEXT  # a row of the model beyond the tokenizer, which has no text
-        stop = next((at for at, each in enumerate(answer.ids) if each in talk.stop_ids), None)
-        own = answer.ids[:stop]
+        own, stop = up_to_stop(answer.ids, talk.stop_ids)
         if talk.form == MESSAGES and "\ufffd" in talk.tokenizer.decode(own):
             return REPLACED
         if is_cut and stop is None:
             return Reply(own, None, cut)
-        return Reply(own, talk.stop_ids[0] if stop is None else answer.ids[stop], STOP)
+        return Reply(own, talk.stop_ids[0] if stop is None else stop, STOP)
     answered.counts[TOKENIZED] += 1
     if answer.calls_tools or answer.finish not in ("stop", "length"):
         return CALLS_TOOLS
@@ -591,9 +588,8 @@ def _tokenized(text: str, prompt: Chat, ids: list[int], talk: Talk) -> tuple[lis
         if isinstance(whole, RefusedChat):
             reason = whole.reason
         elif whole[: len(ids)] == ids:
-            rest = whole[len(ids) :]
-            stop = next((at for at, each in enumerate(rest) if each in talk.stop_ids), len(rest))
-            if talk.tokenizer.decode(rest[:stop]).strip() == text.strip():
-                return rest[:stop], rest[stop] if stop < len(rest) else talk.stop_ids[0]
+            own, stop = up_to_stop(whole[len(ids) :], talk.stop_ids)
+            if talk.tokenizer.decode(own).strip() == text.strip():
+                return own, talk.stop_ids[0] if stop is None else stop
             reason = OTHER_TEXT
     return reason

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.eagle3.replies import CONTEXT, LENGTH, STOP, Prompt, Reply, Sampling, chance_of
+from niels_gpt.eagle3.replies import STOP, Prompt, Reply, Sampling, chance_of, up_to_stop
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,15 @@ class Speaker:
             raise ValueError("a prompt without tokens, expected one or more")
         rooms: dict[tuple[int, int], list[int]] = defaultdict(list)
         for number, prompt in enumerate(prompts):
-            room = sampling.max_new_tokens
-            if self.max_positions is not None:
-                room = max(0, min(room, self.max_positions - len(prompt.ids)))
+            room = sampling.room(len(prompt.ids), self.max_positions)
             rooms[room, 0 if room == sampling.max_new_tokens else number + 1].append(number)
         found: dict[int, Reply] = {}
         for (room, _), numbers in rooms.items():
             ids = self._generate([prompts[number] for number in numbers], room, sampling)
-            cut = LENGTH if room == sampling.max_new_tokens else CONTEXT
-            found |= {number: self._reply(each, cut) for number, each in zip(numbers, ids, strict=True)}
+            for number, each in zip(numbers, ids, strict=True):
+                own, end = up_to_stop(each, self.stop_ids)
+                found[number] = Reply(own, end, sampling.cut_at(room) if end is None else STOP)
         return [found[number] for number in range(len(prompts))]
-
-    def _reply(self, ids: list[int], cut: str) -> Reply:
-        stop = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
-        return Reply(ids, None, cut) if stop is None else Reply(ids[:stop], ids[stop], STOP)
 
     def _generate(self, prompts: list[Prompt], room: int, sampling: Sampling) -> list[list[int]]:
         """Return up to `room` new tokens of each prompt; tokens after the end of the turn are arbitrary."""

@@ -30,8 +30,9 @@ class Eagle3Rows(BaseDataset):
     """The samples of a native cache as speculators reads them. May be pickled, for workers of any start method.
 
     A row of L tokens, K layers and hidden size H is a dict, not shifted: `hidden_states` [L, K * H] and
-    `verifier_last_hidden_states` [L, H] in the wider of the cache's two dtypes (float8 becomes that of the last hidden
-    states); `input_ids` and `loss_mask`, int64 [L]; `lengths`, int64 [1]: L; `position_ids`, int64 [L]: from 0.
+    `verifier_last_hidden_states` [L, H] in the wider of the cache's two dtypes (float8 becomes the dtype of the
+    last hidden states); `input_ids` and `loss_mask`, int64 [L]; `lengths`, int64 [1]: L; `position_ids`, int64 [L]:
+    from 0.
     """
 
     def __init__(

@@ -13,7 +13,16 @@ from support import chat_tokenizers as kinds
 from support.commands import Done, niels_gpt
 from support.disk import LEASES_DIR, lock_by_leases
 from support.eagle3_inputs import input_facts
-from support.eagle3_replies import END, appending, begun, finished, replies_of, reply_file, speaker_of, without_target
+from support.eagle3_replies import (
+    END,
+    appending,
+    finished,
+    replies_of,
+    reply_file,
+    speaker_of,
+    unanswered,
+    without_target,
+)
 from support.eagle3_replies import answered as answered_by
 from support.errors import refused
 from support.tiny_hub_models import write_model
@@ -184,7 +193,7 @@ def test_what_nobody_asks_and_what_calls_a_tool_gets_no_reply(folder):
     ]:
         found, prompts = answered(folder, chat, turns=turns)
         assert (found.ended_by, prompts, found.replies) == (reason, [], [])
-    assert begun(Chat("c", with_call), "last").ended_by is None, "the calls before it stay"
+    assert unanswered(Chat("c", with_call), "last").ended_by is None, "the calls before it stay"
 
 
 def test_white_space_that_the_template_writes_itself_is_left_out_of_the_content(tmp_path):

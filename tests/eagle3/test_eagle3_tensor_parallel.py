@@ -1,4 +1,4 @@
-"""One copy of a target over two processes, on the CPU by gloo: its numbers are near those of one, and how it ends."""
+"""One copy of a target over two processes, on the CPU by gloo: its numbers are near one process's, and how it ends."""
 
 import functools
 import json

@@ -25,7 +25,7 @@ def replies_of(speaker, prompts, **how):
     return speaker.replies([Prompt(*prompt) for prompt in prompts], Sampling(**how))
 
 
-def begun(chat, turns):
+def unanswered(chat, turns):
     """A chat before its first reply."""
     return started(chat, turns)
 
