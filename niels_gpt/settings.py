@@ -194,10 +194,21 @@ class Settings:
         "dtype of the hidden states of --aux-layers in a native cache: bf16, or fp8, which takes half (default: as the "
         "other states)",
     )
-    eagle3_aux_layers: str = _setting(
-        "eagle3",
-        "layers of the target that a draft sees: eagle3 (1, n/2-1 and n-4 of n), dflash:N (N evenly spaced), or "
-        "numbers from 0 such as 1,15,28; formats 1 and 2 have three",
+    eagle3_made_for: str | None = _setting(
+        None,
+        "kind of draft that a native cache is for, which decides its layers and target rows if they are not named: "
+        "eagle3, peagle, dflash, dspark or mtp (default: eagle3)",
+    )
+    eagle3_aux_layers: str | None = _setting(
+        None,
+        "layers of the target that a draft sees: eagle3 (1, n/2-1 and n-4 of n), dflash:N or dspark:N (N evenly "
+        "spaced), none, or numbers from 0 such as 1,15,28; formats 1 and 2 have three (default: as the kind of draft "
+        "has them)",
+    )
+    eagle3_target_rows: str | None = _setting(
+        None,
+        "tokens whose last hidden state a native cache stores: loss (as EAGLE-3 needs them), reply (also the token "
+        "before each reply), or all (default: as the kind of draft needs them)",
     )
     eagle3_topk: int = _setting(0, "largest probabilities kept for a token, rescaled to sum to 1; 0: all", least=0)
     eagle3_shard_size: int = _setting(256, "samples in a shard, a file of the cache", least=1)

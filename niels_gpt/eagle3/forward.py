@@ -194,7 +194,8 @@ class NativeForward(Forward):
         Raises: NonFiniteError naming sample and layer.
         """
         raw, counts = self._rows(shard, batch), self._plan.counts[self._indices(shard, batch)]
-        positions = [target_positions(loss) for _, loss in raw]
+        rule = self._plan.native_layout.targets
+        positions = [target_positions(loss, rule) for _, loss in raw]
         with torch.no_grad():
             inputs = self._inputs(shard, batch, batch[0])
             ids, present = (inputs[name].to(self._device) for name in ("input_ids", "attention_mask"))
@@ -204,11 +205,9 @@ class NativeForward(Forward):
             parts = self._aux(aux, counts[:, 1], names)
             targets = self._targets(states, positions, names)
         made, known = [], []
-        for (own, loss), (values, scales), (last, normalizers, argmax), at in zip(
-            raw, parts, targets, positions, strict=True
-        ):
-            made.append(NativeSample(own.astype(np.uint32), loss != 0, values, scales, last, normalizers, argmax))
-            known.append(int((self._in_draft[argmax.numpy()] & (loss[at] != 0)).sum()))
+        for (own, loss), (values, scales), (last, normalizers, argmax) in zip(raw, parts, targets, strict=True):
+            made.append(NativeSample(own.astype(np.uint32), loss != 0, values, scales, last, normalizers, argmax, rule))
+            known.append(int((self._in_draft[argmax.numpy()] & made[-1].with_loss).sum()))
         supervised = [int(loss[1:].sum()) for _, loss in raw]
         numbers = dict(zip(("tokens", "aux_rows", "target_rows"), counts.T.tolist(), strict=True))
         return made, {**numbers, "supervised": supervised, "positions": known}

@@ -272,7 +272,7 @@ def _integers(
         ids[row, : length - 1] = sample.input_ids[1:]
         masks[0, row, :length] = 1
         masks[1, row, : length - 1] = sample.loss_mask[1:]
-        kept = np.flatnonzero(sample.loss_mask[positions])  # the others are for tools that do not shift the mask
+        kept = np.flatnonzero(sample.with_loss)  # the others are for other tools and drafters
         rows.append(torch.from_numpy(kept))
         slots.append(positions[kept] - 1 + row * width)
     return torch.from_numpy(ids), torch.from_numpy(masks), torch.from_numpy(np.concatenate(slots)), rows

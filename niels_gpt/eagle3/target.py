@@ -133,12 +133,18 @@ def parse_aux_layers(text: str, num_layers: int) -> list[int]:
 
     text: "eagle3": the three of `default_eagle3_aux_layer_ids`. "dflash:N": N blocks evenly spaced from 1 to n - 3, or
         n // 2 for N = 1, as `build_target_layer_ids` in model/utils.py of github.com/z-lab/dflash (and in
-        specforge/modeling/draft/dflash.py of specforge 0.2.0). Else ids separated by commas: "1,15,28".
+        specforge/modeling/draft/dflash.py of specforge 0.2.0). "dspark:N": of N blocks evenly spaced from 1 to n - 1,
+        as `build_target_layer_ids` in components/speculative/dspark/registry.py of nemo_automodel 0.7.0, all but the
+        last: its feature is the last hidden state. "none": no block. Else ids separated by commas: "1,15,28".
     Raises: ValueError for another text, or if these are not distinct blocks of the model.
     """
     rule, _, number = text.partition(":")
     if text == "eagle3":
         return default_eagle3_aux_layer_ids(num_layers)
+    if text == "none":
+        return []
+    if rule == "dspark" and number.isdecimal() and int(number):
+        return dspark_features(num_layers, int(number))[:-1]
     if rule == "dflash" and number.isdecimal() and int(number):
         chosen = _dflash_layer_ids(num_layers, min(int(number), num_layers + 1))
         if int(number) != len({*chosen}) or not all(0 <= layer < num_layers for layer in chosen):
@@ -147,8 +153,22 @@ def parse_aux_layers(text: str, num_layers: int) -> list[int]:
     try:
         chosen = [int(part) for part in text.split(",")]
     except ValueError:
-        raise TargetError(f"{text!r}: expected eagle3, dflash:N, or ids of blocks such as 1,15,28") from None
+        expected = "expected eagle3, dflash:N, dspark:N, none, or ids of blocks such as 1,15,28"
+        raise TargetError(f"{text!r}: {expected}") from None
     return checked_aux_layer_ids(chosen, num_layers, count=None)
+
+
+def dspark_features(num_layers: int, count: int) -> list[int]:
+    """Return the layers of DSpark's features by its own rule, ascending; the last one is n - 1.
+
+    Raises: ValueError unless a target of so many layers has `count` different ones.
+    """
+    last = num_layers - 1
+    step = (last - 1) / max(1, count - 1)
+    chosen = [last] if count == 1 else [round(1 + index * step) for index in range(min(count, num_layers + 1))]
+    if len({*chosen}) != count or chosen[0] < 0:
+        raise TargetError(f"dspark:{count}: a target of {num_layers} layers has no {count} different ones by this rule")
+    return chosen
 
 
 def _dflash_layer_ids(num_layers: int, count: int) -> list[int]:
@@ -172,7 +192,8 @@ def capture(
     """
     _refuse_other_padding(attention_mask)
     blocks, lm_head = blocks_of(model), _lm_head(model)
-    checked_aux_layer_ids(layers, len(blocks), count=None)  # a config may state more than there are
+    if layers:  # a config may state more than there are
+        checked_aux_layer_ids(layers, len(blocks), count=None)
     taken: list[Tensor] = []
 
     def cut(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -191,8 +212,9 @@ def capture(
             raise TargetRunError(
                 f"the model ran, and its lm_head took {shapes}: expected one hidden state for each slot"
             )
-        aux = torch.stack([captured[layer] for layer in layers], dim=2)
-        return aux, captured[len(blocks) - 1], taken[0].to(input_ids.device)
+        last = captured[len(blocks) - 1]
+        aux = torch.stack([captured[layer] for layer in layers], dim=2) if layers else last[:, :, None][:, :, :0]
+        return aux, last, taken[0].to(input_ids.device)
 
 
 def pieces(slots: Tensor, logits: Tensor) -> Iterator[slice | Tensor]:

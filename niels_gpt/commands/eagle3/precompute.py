@@ -248,7 +248,7 @@ def _flag(each: Field[Any]) -> Option:
         how["is_flag"] = True
     elif each.default not in (None, MISSING):
         how["default"] = each.default
-    return Option([flag_name(each.name)], help=each.metadata["help"], panel=each.metadata["group"], **how)
+    return Option([flag_name(each.name), each.name], help=each.metadata["help"], panel=each.metadata["group"], **how)
 
 
 class _Precompute(Command):

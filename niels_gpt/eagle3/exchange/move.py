@@ -29,6 +29,7 @@ from niels_gpt.eagle3.derive import frequent_tokens
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample, checked_sample
 from niels_gpt.eagle3.exchange.proof import PROOF_TOKENS, Capture, Convention, prove, reach, refuse_shifted_mask
 from niels_gpt.eagle3.exchange.tools import FILES, NUM_LAYERS, WRITERS
+from niels_gpt.eagle3.format.drafters import DRAFTERS, drafters_of, manifest_keys
 from niels_gpt.eagle3.format.layout import DTYPES, MAX_ROWS, row_bytes_of
 from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, is_native, read_manifest, write_manifest
 from niels_gpt.eagle3.format.meta import write_meta
@@ -114,6 +115,7 @@ def import_cache(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     drop_bad: bool = False,
     loss_mask: str | None = None,
+    targets: str = "loss",
     progress: Progress | None = None,
     follow_links: bool = False,
 ) -> Imported:
@@ -126,6 +128,7 @@ def import_cache(
     drop_bad: leave out and count samples that are missing, unreadable, mismatched or not finite, instead of failing.
     loss_mask: "raw": of each token itself; "shifted": of the next token; None: raw, and an error if the drawn samples
         show a shifted mask.
+    targets: which target rows the cache gets: one of TARGETS.
     progress: counts samples.
     Raises: CacheError for a folder or sample that does not fit, or conventions that cannot be determined; ValueError
         for contradictory arguments.
@@ -135,7 +138,7 @@ def import_cache(
     files = FILES[tool](source, target.hidden_size, target.vocab_size, follow_links=follow_links)
     total = files.count
     assert total is not None  # of a folder that does not grow
-    run = Importer(tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes)
+    run = Importer(tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes, targets)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
     run.settle(order, run.read, samples, capture, stated)
     with fresh_folder(out, sources=[source]) as work:
@@ -165,13 +168,16 @@ class Importer:
         loss_mask: str | None,
         aux_fp8: bool,
         shard_bytes: int,
+        targets: str = "loss",
         after_shard: Callable[[int], object] = lambda index: None,
         check: Callable[[], object] | None = None,
     ) -> None:
-        """after_shard: called with the first sample behind it after each shard is durable. check: called before."""
+        """targets: which target rows the cache gets: one of TARGETS. after_shard: called with the first sample
+        behind it after each shard is durable. check: called before.
+        """
         self._tool, self.source, self._target, self._drop_bad, self._mask = tool, source, target, drop_bad, loss_mask
         self.files, self._after_shard, self._check = files, after_shard, check
-        self._aux_fp8, self._shard_bytes = aux_fp8, shard_bytes
+        self._aux_fp8, self._shard_bytes, self._targets = aux_fp8, shard_bytes, targets
         self.dropped: Counter[str] = Counter()
         self.first_dropped: list[str] = []
         self.was_fp8 = self.mask_checked = False
@@ -188,7 +194,7 @@ class Importer:
             mask = torch.cat([torch.zeros(1, dtype=torch.bool), sample.loss_mask[:-1]])
             sample = replace(sample, loss_mask=mask)
         self._refuse_other_form(name, sample)
-        _refuse_zeros(name, sample)
+        _refuse_zeros(name, sample, self._targets)
         self.was_fp8 |= sample.was_fp8
         return sample
 
@@ -229,7 +235,8 @@ class Importer:
             expected = f"{len(stated)}, for the blocks {[*stated]}"
             raise CacheError(self.source, f"{layers} auxiliary layers", expected, code="E711")
         stored = "fp8" if self._aux_fp8 else _DTYPE_NAMES[aux_dtype]
-        self._layout = NativeLayout(self._target.hidden_size, layers, _DTYPE_NAMES[dtype], stored)
+        sizes = self._target.hidden_size, layers
+        self._layout = NativeLayout(*sizes, _DTYPE_NAMES[dtype], stored, self._targets)
         self.form, self.convention = form, convention
         self._head = _head_for(convention.last_hidden, self._target.head)
 
@@ -287,19 +294,19 @@ class Importer:
 
     def _native(self, foreign: ForeignSample) -> NativeSample:
         loss = foreign.loss_mask.numpy()
-        positions = torch.from_numpy(target_positions(loss))
-        last = foreign.last[positions]
+        ((_, aux_rows, _),) = row_counts(np.array([0, len(loss)]), loss, self._targets).tolist()
+        last = foreign.last[torch.from_numpy(target_positions(loss, self._targets))]
         normalizers, argmax = self._head.log_normalizer_and_argmax(last)
-        aux = foreign.aux[: int(positions[-1]) if len(positions) else 0]
+        aux = foreign.aux[:aux_rows]
         aux, scales = quantized(aux) if self._aux_fp8 else (aux.clone(), None)  # a clone, for each file's map to end
         self.seq_length = max(self.seq_length, len(loss))
         ids = foreign.input_ids.numpy().astype(np.uint32)
-        return NativeSample(ids, loss, aux, scales, last, normalizers.cpu(), argmax.cpu())
+        return NativeSample(ids, loss, aux, scales, last, normalizers.cpu(), argmax.cpu(), self._targets)
 
     def add(self, folder: Path, index: int, foreign: ForeignSample) -> None:
         """Keep a sample until its shard is full; write a full shard first."""
         sample = self._native(foreign)
-        counts = row_counts(np.array([0, len(sample.loss_mask)]), sample.loss_mask)
+        counts = row_counts(np.array([0, len(sample.loss_mask)]), sample.loss_mask, self._targets)
         bits = int(self._layout.sample_bits(counts)[0])
         if self._waiting and (self._bits + bits > room_bits(self._shard_bytes) or len(self._waiting) == MAX_ROWS):
             self._flush(folder, index)  # as NativeLayout.cut
@@ -390,6 +397,7 @@ class Importer:
             },
             "head": self._head.facts(),
             "shard_bytes": self._shard_bytes,
+            **manifest_keys(self._targets),
             "imported": {"from": self._tool, "proved": convention.as_json(), **trusted},
         }
 
@@ -409,16 +417,19 @@ def _form_of(sample: ForeignSample) -> Form:
     return sample.aux.shape[1], sample.aux.dtype, sample.last.dtype
 
 
-def _refuse_zeros(name: str, sample: ForeignSample) -> None:
-    """Raise BadSample if a state that a loss needs is zeros; exports have zeros only where no loss looks."""
-    positions = torch.from_numpy(target_positions(sample.loss_mask.numpy()))
-    aux = sample.aux[: int(positions[-1]) if len(positions) else 0].any(-1).all(-1)
+def _refuse_zeros(name: str, sample: ForeignSample, targets: str) -> None:
+    """Raise BadSample if a state that the cache stores is zeros; an export has zeros where its cache had none."""
+    loss = sample.loss_mask.numpy()
+    positions = torch.from_numpy(target_positions(loss, targets))
+    ((_, aux_rows, _),) = row_counts(np.array([0, len(loss)]), loss, targets).tolist()
+    aux = sample.aux[:aux_rows].any(-1).all(-1)
     last = sample.last[positions].any(-1)
     for part, filled, tokens in (("auxiliary", aux, None), ("last", last, positions)):
         if not bool(filled.all()):
             token = int((~filled).nonzero()[0])
             token = token if tokens is None else int(tokens[token])
-            raise BadSample("mismatched", name, f"the {part} states of token {token} are zeros, and a loss needs them")
+            needed = f"the {part} states of token {token} are zeros, and --targets {targets} stores them"
+            raise BadSample("mismatched", name, needed)
 
 
 def _head_for(last_hidden: str, head: TargetHead) -> TargetHead:
@@ -562,7 +573,9 @@ def _spread(states: Tensor, positions: Tensor, length: int) -> Tensor:
 
 
 def _notes(manifest: dict[str, Any], to_post_norm: bool) -> list[str]:
-    notes = ["for EAGLE-3 only: drafts such as MTP and DFlash read states that are zeros here"]
+    notes, enough = list[str](), drafters_of(manifest)
+    if missing := sorted(DRAFTERS.keys() - {*enough}):
+        notes.append(f"for {', '.join(enough)} only: {', '.join(missing)} read last hidden states that are zeros here")
     if to_post_norm:
         notes.append("the final norm was applied to the last hidden states")
     if manifest["aux_dtype"] == "fp8":

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.eagle3.format.drafters import enough_for
 from niels_gpt.eagle3.format.layout import (
     AUX_DTYPES,
     DTYPES,
@@ -21,6 +22,7 @@ from niels_gpt.eagle3.format.layout import (
     read_file,
     shard_path,
 )
+from niels_gpt.eagle3.format.native import TARGETS
 from niels_gpt.eagle3.format.watched import unfinished_text
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError, NotFound
@@ -63,6 +65,8 @@ _KEYS: dict[str, tuple[str, tuple[Any, ...] | None, tuple[Any, ...] | None]] = {
     "head.tied": ("true or false", None, _FREE),
     "head.compute_dtype": ("a text", None, ("bf16", "fp32")),
 }
+_OPTIONAL = {"targets": TARGETS, "made_for": ("dflash", "dspark", "mtp", "peagle")}
+"""Keys that only some native manifests have -> the texts that each may be."""
 """Key -> its type; least and most of it, or of each number of a list, or the texts that it may be: in versions 1 and 2,
 which may lack it, and in the native form, which has every key with such an entry."""
 _OF_A_CACHE = (SIDECAR, EMBEDDINGS_NAME)
@@ -245,9 +249,16 @@ def is_good(kind: str, some: tuple[Any, ...], value: Any) -> bool:
 
 def _check_native(manifest: Mapping[str, Any], path: str) -> None:
     """Raise CacheError naming the first value of a native manifest that contradicts another."""
+    for key, texts in _OPTIONAL.items():
+        if key in manifest and manifest[key] not in texts:
+            raise _refuse(path, key, manifest[key], f"one of {', '.join(texts)}, or no such key")
+    targets = manifest.get("targets", "loss")
+    if manifest.get("enough_for", enough_for("loss")) != enough_for(targets):
+        raise _refuse(path, "enough_for", manifest["enough_for"], f"{enough_for(targets)}, for targets {targets!r}")
     for key, below in {"aux_layer_ids": 2**31, "selected_token_ids": manifest["target_vocab_size"]}.items():
         ids = manifest[key] or []
-        if not ids or max(ids) >= below or len({*ids}) != len(ids):
+        may_be_empty = key == "aux_layer_ids" and targets == "all"  # a draft of MTP reads no other state
+        if not (ids or may_be_empty) or max(ids, default=0) >= below or len({*ids}) != len(ids):
             raise _refuse(path, key, manifest[key], f"a list of different integers from 0 to {below - 1}")
     if len(manifest["selected_token_ids"]) != manifest["draft_vocab_size"]:
         raise _refuse(path, "draft_vocab_size", manifest["draft_vocab_size"], "the length of selected_token_ids")

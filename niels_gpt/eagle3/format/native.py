@@ -1,9 +1,15 @@
 """The native form: which rows are stored, a sample, hidden states in eight bits, and the layout of a shard.
 
-A target row is the target's output at a position: last hidden state, log-normalizer, argmax. It is stored at each
-position t >= 1 where the raw loss mask m has m[t] = 1, for trainers that shift the mask with the ids, or m[t - 1] = 1,
-for trainers that do not. Auxiliary states are stored at the positions before the last target row: a draft is causal, so
-later ones reach no loss.
+A target row is the target's output at a position: last hidden state, log-normalizer, argmax. The cache's `targets`
+says where rows are stored, by the raw loss mask m:
+
+    loss    each position t >= 1 with m[t] = 1, for trainers that shift the mask with the ids, or m[t - 1] = 1, for
+            trainers that do not
+    reply   these, position 0 if m[0] = 1, and each position t with m[t + 1] = 1
+    all     each position
+
+Auxiliary states are stored at the positions before the last target row: a draft is causal, so later ones reach no loss.
+With `all` they are stored at each position.
 
 fp8 states are float8_e4m3fn with one float32 scale for each token and layer; a state is the stored number times its
 scale. The scale maps the row's largest magnitude to 448, the largest float8_e4m3fn. The error is at most 1/16 of the
@@ -38,6 +44,8 @@ from niels_gpt.eagle3.format.layout import (
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
 
+TARGETS = ("loss", "reply", "all")
+"""Which target rows a cache stores; each has the rows of the ones before it."""
 Counts = NDArray[np.int64]
 """Tokens, auxiliary rows and target rows of each sample: int64 [n, 3], from `row_counts`."""
 STARTS = ("token_starts", "aux_starts", "row_starts")
@@ -48,22 +56,25 @@ _CHUNK = 1 << 19  # values: 2 MiB as float32
 _kept = threading.local()
 
 
-def target_positions(loss_mask: NDArray[Any]) -> NDArray[np.int64]:
+def target_positions(loss_mask: NDArray[Any], targets: str = "loss") -> NDArray[np.int64]:
     """Return the positions of a sample's target rows, ascending: int64 [R].
 
-    loss_mask: [L], raw; 0 or False without loss.
+    loss_mask: [L], raw; 0 or False without loss. targets: one of TARGETS.
     """
     length = len(loss_mask)
-    return np.flatnonzero(has_target_row(np.array([0, length] if length else [0]), loss_mask))
+    return np.flatnonzero(has_target_row(np.array([0, length] if length else [0]), loss_mask, targets))
 
 
-def row_counts(starts: NDArray[np.int64], loss_mask: NDArray[Any]) -> NDArray[np.int64]:
+def row_counts(starts: NDArray[np.int64], loss_mask: NDArray[Any], targets: str = "loss") -> NDArray[np.int64]:
     """Count the stored rows of each sample: int64 [n, 3], tokens, auxiliary rows, target rows.
 
-    starts: int64 [n + 1], from 0 to T: first token of each sample; no sample is empty. loss_mask: [T], raw.
+    starts: int64 [n + 1], from 0 to T: first token of each sample; no sample is empty. loss_mask: [T], raw. targets:
+    one of TARGETS.
     """
     begins, ends = starts[:-1], starts[1:]
-    positions = np.flatnonzero(has_target_row(starts, loss_mask))
+    if targets == "all":
+        return np.repeat((ends - begins)[:, None], 3, axis=1)
+    positions = np.flatnonzero(has_target_row(starts, loss_mask, targets))
     first, behind = np.searchsorted(positions, begins), np.searchsorted(positions, ends)
     target_rows = behind - first
     last = np.zeros(len(begins), np.int64)
@@ -72,13 +83,31 @@ def row_counts(starts: NDArray[np.int64], loss_mask: NDArray[Any]) -> NDArray[np
     return np.stack([ends - begins, last, target_rows], axis=1)
 
 
-def has_target_row(starts: NDArray[np.int64], loss_mask: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which tokens of concatenated samples have a target row: bool [T]. starts, loss_mask: see `row_counts`."""
+def has_target_row(starts: NDArray[np.int64], loss_mask: NDArray[Any], targets: str = "loss") -> NDArray[np.bool_]:
+    """Return which tokens of concatenated samples have a target row: bool [T]. Arguments: see `row_counts`."""
     loss: NDArray[np.bool_] = np.asarray(loss_mask) != 0
+    if targets == "all":
+        return np.ones_like(loss)
     stored = loss.copy()
     stored[1:] |= loss[:-1]
     stored[starts[:-1]] = False  # position 0 of each sample
+    if targets == "reply":
+        ahead = np.zeros_like(loss)
+        ahead[:-1] = loss[1:]
+        ahead[starts[1:] - 1] = False  # the last position: the next token is of another sample
+        stored |= loss | ahead
     return stored
+
+
+def with_loss(starts: NDArray[np.int64], loss_mask: NDArray[Any], targets: str = "loss") -> NDArray[np.bool_]:
+    """Return which target rows are those of a supervised token, one with loss from position 1 on: bool [R].
+
+    Arguments: see `row_counts`.
+    """
+    supervised: NDArray[np.bool_] = np.asarray(loss_mask) != 0
+    supervised = supervised.copy()
+    supervised[starts[:-1]] = False
+    return supervised[has_target_row(starts, loss_mask, targets)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +120,7 @@ class NativeSample:
     """[L]"""
     aux_hidden_states: torch.Tensor
     """[A, K, H] of the stored dtype: outputs of K blocks at the positions 0 to A - 1; A is the last target row's
-    position, or 0 without any."""
+    position, or 0 without any; L for targets `all`."""
     aux_scales: torch.Tensor | None
     """float32 [A, K] where the auxiliary states are float8_e4m3fn: a value times its scale; None elsewhere."""
     last_hidden_states: torch.Tensor
@@ -100,6 +129,8 @@ class NativeSample:
     """float32 [R]: logsumexp over all logits of the target"""
     argmax_ids: torch.Tensor
     """int64 [R]: the target's most probable token"""
+    targets: str = "loss"
+    """Which target rows are stored: one of TARGETS."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A view of a map cannot be sent: torch would send its file, which is closed, and pickle the whole shard.
@@ -108,7 +139,12 @@ class NativeSample:
     @property
     def positions(self) -> NDArray[np.int64]:
         """Positions of the target rows, ascending: int64 [R]."""
-        return target_positions(self.loss_mask)
+        return target_positions(self.loss_mask, self.targets)
+
+    @property
+    def with_loss(self) -> NDArray[np.bool_]:
+        """Which target rows are those of a supervised token: bool [R]; see the function `with_loss`."""
+        return with_loss(np.array([0, len(self.loss_mask)]), self.loss_mask, self.targets)
 
 
 # --- auxiliary states in eight bits -----------------------------------------------------------------------------------
@@ -204,12 +240,15 @@ class NativeLayout:
     """Dtype of the last hidden states: a key of DTYPES."""
     aux_dtype: str
     """Dtype of the auxiliary states: a key of AUX_DTYPES."""
+    targets: str = "loss"
+    """Which target rows are stored: one of TARGETS."""
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> NativeLayout:
         """Return the layout of a native manifest, from `read_manifest` or from a plan."""
         layers = len(manifest["aux_layer_ids"])
-        return cls(manifest["hidden_size"], layers, manifest["dtype"], manifest["aux_dtype"])
+        sizes = manifest["hidden_size"], layers
+        return cls(*sizes, manifest["dtype"], manifest["aux_dtype"], manifest.get("targets", "loss"))
 
     def tensors(self, samples: int, tokens: int, aux_rows: int, target_rows: int) -> Tensors:
         """Return the tensors of a shard with these numbers of rows: whole shapes, in file order."""
@@ -291,6 +330,7 @@ class MappedShard:
 
     tensors: dict[str, torch.Tensor]
     starts: NDArray[np.int64]
+    targets: str = "loss"
 
     @classmethod
     def of(cls, path: str, layout: NativeLayout, *, follow_links: bool = False) -> tuple[MappedShard, bytes]:
@@ -307,7 +347,8 @@ class MappedShard:
             end = begin + row_bytes_of((dtype, shape))
             views[name] = whole[begin:end].view(dtype).view(shape)
             begin = end
-        return cls(views, np.stack([views[name].numpy() for name in STARTS], axis=1)), header
+        starts = np.stack([views[name].numpy() for name in STARTS], axis=1)
+        return cls(views, starts, layout.targets), header
 
     @classmethod
     def of_ends(
@@ -323,14 +364,14 @@ class MappedShard:
             begin, size = begins[name], row_bytes_of(tensors[name])
             content = np.frombuffer(bytearray(read(begin, begin + size)), np.uint8)
             views[name] = torch.from_numpy(content).view(tensors[name][0])
-        return cls(views, np.stack([views[name].numpy() for name in STARTS], axis=1))
+        return cls(views, np.stack([views[name].numpy() for name in STARTS], axis=1), layout.targets)
 
     @classmethod
     def of_counts(cls, layout: NativeLayout, counts: Counts) -> MappedShard:
         """Return a shard of known samples whose tensors have no memory."""
         starts = np.zeros((len(counts) + 1, 3), np.int64)
         np.cumsum(counts, axis=0, out=starts[1:])
-        return cls(_without_memory(layout.fields(counts)), starts)
+        return cls(_without_memory(layout.fields(counts)), starts, layout.targets)
 
     @cached_property
     def _layout(self) -> tuple[Tensors, dict[str, int]]:
@@ -359,7 +400,7 @@ class MappedShard:
         skipped = int(begin[0]) % 8
         bits = np.unpackbits(tensors["loss_bits"].numpy(), bitorder="little")[skipped:][: end[0] - begin[0]]
         own = {**tensors, "loss_bits": torch.from_numpy(np.packbits(bits, bitorder="little"))}
-        return MappedShard(own, np.stack([begin - begin, end - begin]))
+        return MappedShard(own, np.stack([begin - begin, end - begin]), self.targets)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -382,7 +423,13 @@ class MappedShard:
             last_hidden_states=tensors["last_hidden_states"][target:target_end],
             log_normalizers=tensors["log_normalizers"][target:target_end],
             argmax_ids=tensors["argmax_ids"][target:target_end].to(torch.int64),
+            targets=self.targets,
         )
+
+    @property
+    def with_loss(self) -> NDArray[np.bool_]:
+        """Which target rows are those of a supervised token: bool [R]; see the function `with_loss`."""
+        return with_loss(self.starts[:, 0], self.loss_mask(0, int(self.starts[-1, 0])), self.targets)
 
     @property
     def has_odd_bits(self) -> bool:
@@ -409,7 +456,7 @@ class MappedShard:
             raise CacheError(path, found, f"1 to the manifest's seq_length, {seq_length:,}", _AGAIN, code="E701")
         if self.has_odd_bits:
             raise CacheError(path, "loss_bits has bits set after the last token", "zeros", _AGAIN, code="E701")
-        stated = row_counts(starts[:, 0], self.loss_mask(0, ends[0]))
+        stated = row_counts(starts[:, 0], self.loss_mask(0, ends[0]), self.targets)
         wrong = np.flatnonzero((stated != counts).any(axis=1))
         if len(wrong):
             row = int(wrong[0])

@@ -271,8 +271,9 @@ def make_plan(
 
 
 def _counts_of(manifest: Mapping[str, Any], samples: Samples) -> NDArray[np.int64]:
-    native = is_native(manifest)
-    return row_counts(samples.starts, samples.loss_mask) if native else np.zeros((0, 3), np.int64)
+    if not is_native(manifest):
+        return np.zeros((0, 3), np.int64)
+    return row_counts(samples.starts, samples.loss_mask, NativeLayout.of(manifest).targets)
 
 
 def _cuts(manifest: Mapping[str, Any], samples: int, counts: NDArray[np.int64]) -> list[int]:

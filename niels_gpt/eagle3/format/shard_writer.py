@@ -195,6 +195,7 @@ class NativeShardWriter(_Writer):
                 f"counts of shape {list(counts.shape)}, expected [n, 3] from 0, and n from 1 to {MAX_ROWS:,}"
             )
         super().__init__(cache_dir, shard_index, layout.fields(counts), len(counts))
+        self._targets = layout.targets
         self._starts = np.zeros((len(counts) + 1, 3), np.int64)
         np.cumsum(counts, axis=0, out=self._starts[1:])
         self._bits = np.zeros(self._tensors["loss_bits"][1], np.uint8)
@@ -232,7 +233,9 @@ class NativeShardWriter(_Writer):
         """Return the bytes of a sample's tensors, in the order of ROW_TENSORS. Raises: ValueError."""
         counts = self._starts[row + 1] - self._starts[row]
         length = len(sample.loss_mask)
-        stated = row_counts(np.array([0, length]), sample.loss_mask)[0] if length else counts * 0
+        stated = counts * 0
+        if length:
+            stated = row_counts(np.array([0, length]), sample.loss_mask, self._targets)[0]
         if stated.tolist() != counts.tolist():
             raise ValueError(
                 f"{self._path}: row {row} has (tokens, auxiliary rows, target rows) {stated.tolist()} by its loss "

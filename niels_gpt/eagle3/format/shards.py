@@ -60,7 +60,6 @@ from niels_gpt.eagle3.format.native import (
     MappedShard,
     NativeLayout,
     NativeSample,
-    has_target_row,
 )
 from niels_gpt.eagle3.format.shard_writer import (
     bytes_of,
@@ -582,12 +581,11 @@ class NativeShards(Shards[MappedShard]):
         in_draft[[*selected_token_ids]] = True
         for shard in range(self.num_shards):
             mapped = self.opened(shard)
-            loss = mapped.loss_mask(0, len(mapped.tensors["input_ids"]))
             argmax = mapped.tensors["argmax_ids"].numpy()
             if int(argmax.max(initial=0)) >= vocab_size:
                 found = f"argmax_ids up to {argmax.max(initial=0)}"
                 raise CacheError(shard_path(self.cache_dir, shard), found, f"ids below {vocab_size}", code="E701")
-            count += int((loss[has_target_row(mapped.starts[:, 0], loss)] & in_draft[argmax]).sum())
+            count += int((mapped.with_loss & in_draft[argmax]).sum())
         return count
 
     def spans(self, shard: int, row: int) -> list[tuple[int, int]]:

@@ -29,7 +29,6 @@ from niels_gpt.eagle3.format.native import (
     MappedShard,
     NativeLayout,
     NativeSample,
-    has_target_row,
     row_counts,
 )
 from niels_gpt.eagle3.format.shards import DenseShards, NativeShards
@@ -169,7 +168,7 @@ class NativeCache(Eagle3Cache):
     def _firsts(self, files: NativeShards) -> list[int]:
         """Return the first sample of each shard, and the end: by the plan's samples, else by receipts and headers."""
         try:
-            counts = row_counts(self.samples.starts, self.samples.loss_mask)
+            counts = row_counts(self.samples.starts, self.samples.loss_mask, self.layout.targets)
             cuts = self.layout.cut(counts, self.manifest["shard_bytes"])
             if len(cuts) == self.num_shards + 1:
                 return cuts
@@ -205,7 +204,8 @@ class NativeCache(Eagle3Cache):
 
     def of(self, sample: NativeSample, shard: int, number: int) -> StoredSample:
         """Return a sample as checks and comparisons take it."""
-        tensors = {name: torch.as_tensor(value) for name, value in vars(sample).items() if value is not None}
+        held = {name: value for name, value in vars(sample).items() if value is not None and name != "targets"}
+        tensors = {name: torch.as_tensor(value) for name, value in held.items()}
         counts = np.array([[len(sample.input_ids), len(sample.aux_hidden_states), len(sample.argmax_ids)]])
         return StoredSample(self, shard, number, tensors, int(self.layout.sample_bytes(counts)[0]), sample.positions)
 
@@ -216,17 +216,11 @@ class NativeCache(Eagle3Cache):
         yield from zip(("input_ids", "loss_bits"), row.ids_and_loss(), planned, strict=True)
 
     def counted(self, opened: MappedShard) -> NDArray[np.int64]:
-        with_loss = self.supervised_rows(opened)
+        with_loss = opened.with_loss
         of_rows = np.stack([with_loss, with_loss & self.in_draft(opened)], axis=1)
         sums = np.concatenate([np.zeros((1, 2), np.int64), np.cumsum(of_rows, axis=0, dtype=np.int64)])
         starts = opened.starts
         return np.diff(np.concatenate([starts[:, :1], sums[starts[:, 2]], starts[:, 1:]], axis=1), axis=0)
-
-    @staticmethod
-    def supervised_rows(mapped: MappedShard) -> NDArray[np.bool_]:
-        """Return which target rows have a token with loss: bool [R]. The others serve tools that shift no mask."""
-        mask = mapped.loss_mask(0, int(mapped.starts[-1, 0]))
-        return mask[has_target_row(mapped.starts[:, 0], mask)]
 
     def in_draft(self, mapped: MappedShard, rows: Any = slice(None)) -> NDArray[np.bool_]:
         """Return whether the most probable token of each target row is in the draft's vocabulary: bool [rows]."""

@@ -304,7 +304,7 @@ def _by_the_head(
     for shard in range(cache.num_shards):
         mapped = cache.opened(shard)
         within = chosen[(ends[shard] <= chosen) & (chosen < ends[shard + 1])] - ends[shard]
-        rows = np.flatnonzero(cache.supervised_rows(mapped))[within]
+        rows = np.flatnonzero(mapped.with_loss)[within]
         is_known = cache.in_draft(mapped, rows)
         mass, entropy = _distributions(cache, mapped.tensors, torch.from_numpy(rows))
         masses.append(mass.tolist())

@@ -191,7 +191,11 @@ class Options(TargetOptions):
     )
     dtype: str = _option(_FORM, setting="eagle3_dtype", decides=True, choices=("bf16", "fp16", "fp32"))
     aux_dtype: str | None = _option(_FORM, setting="eagle3_aux_dtype", choices=("bf16", "fp8"), forms=_NATIVE)
-    aux_layers: str = _option(_FORM, setting="eagle3_aux_layers", metavar="LAYERS")
+    made_for: str | None = _option(
+        _FORM, setting="eagle3_made_for", choices=("eagle3", "peagle", "dflash", "dspark", "mtp"), forms=_NATIVE
+    )
+    aux_layers: str | None = _option(_FORM, setting="eagle3_aux_layers", metavar="LAYERS")
+    targets: str | None = _option(_FORM, setting="eagle3_target_rows", choices=("loss", "reply", "all"), forms=_NATIVE)
 
     max_batch_tokens: int = _option(
         _HOW, "most tokens in one forward pass, padding included", 16_384, least=1, decides=True
@@ -399,4 +403,4 @@ class RespondOptions(TargetOptions):
 
 def flag_name(name: str) -> str:
     """Return the flag of an option."""
-    return "--" + name.replace("_", "-")
+    return "--for" if name == "made_for" else "--" + name.replace("_", "-")

@@ -54,6 +54,7 @@ VOCAB_VERSION = 1
 """format_version of meta.json of eagle3/draft_vocab."""
 _OF_DEFAULT = (
     *("eagle3_document_start", "eagle3_format", "eagle3_aux_dtype", "eagle3_aux_layers"),
+    *("eagle3_made_for", "eagle3_target_rows"),
     *("eagle3_quantization", "eagle3_load_dtype"),
 )
 """Settings that fingerprints leave out while they have their defaults: older caches have been made without them."""
@@ -240,6 +241,8 @@ class Resolved(Target):
 
     options: Options
     aux_layer_ids: list[int]
+    targets: str
+    """Which target rows a native cache stores: one of format.native.TARGETS."""
     draft_vocab: list[int] | None
     """The target's ids that the draft knows; None: the most frequent ones, counted once the input is tokenized."""
 
@@ -288,6 +291,7 @@ class Resolved(Target):
         vocabulary follows from its size and the other parts. The names are the ones of earlier versions, so their
         caches stay current.
         """
+        from niels_gpt.eagle3.format.drafters import manifest_keys
         from niels_gpt.eagle3.format.plan import BUILDER_VERSION, SIDECAR_VERSION
 
         options = self.options
@@ -303,6 +307,7 @@ class Resolved(Target):
             }
         else:
             form: dict[str, Any] = {name: getattr(options, name) for name in ("format", "shard_bytes", "aux_dtype")}
+            form |= manifest_keys(self.targets, options.made_for)
             if options.form != "native":
                 form = {"format_version": options.format and int(options.format), "aux_layer_ids": None}
             parts = {
@@ -406,6 +411,7 @@ def resolve(
         CacheError if output_dir cannot be used, holds a cache without `resume`, or holds another plan.
     """
     from niels_gpt.eagle3.disk import refuse_unusable
+    from niels_gpt.eagle3.format.drafters import DRAFTERS
     from niels_gpt.eagle3.models import refuse_other_placement
     from niels_gpt.eagle3.placement import FORM
     from niels_gpt.eagle3.resume import recorded_plan, refuse_existing
@@ -427,12 +433,19 @@ def resolve(
             f"Pass --seq-length {target.max_positions} or less"
         )
     refuse_other_placement(options.target_model, target.revision, found["placement"])
+    usual = DRAFTERS[options.made_for or "eagle3"]
+    named = usual.layers if options.aux_layers is None else options.aux_layers
     try:
-        layers = parse_aux_layers(options.aux_layers, target.num_layers)
+        layers = parse_aux_layers(named, target.num_layers)
         if options.form != "native":
             checked_aux_layer_ids(layers, target.num_layers)
     except ValueError as error:
-        raise ValueError(f"--aux-layers {options.aux_layers}: {error}") from error
+        raise ValueError(f"--aux-layers {named}: {error}") from error
+    targets = options.targets or usual.targets
+    if not layers and targets != "all":
+        raise ValueError(
+            f"--aux-layers {named} with --targets {targets}: no draft reads such a cache. Pass --targets all"
+        )
     if found["tokenizer"].start is not None and facts["form"] == ROWS:
         raise InputError(
             f"--document-start is {options.document_start}, and {options.input_data} has rows of input_ids, which are "
@@ -440,7 +453,7 @@ def resolve(
         )
     found["source"] = {**facts, "limit": options.limit}
     draft_vocab = _known_vocab(options, target.vocab_size)
-    resolved = Resolved(**found, options=options, aux_layer_ids=layers, draft_vocab=draft_vocab)
+    resolved = Resolved(**found, options=options, aux_layer_ids=layers, targets=targets, draft_vocab=draft_vocab)
     if plan_from is None and recorded:
         resolved = _resumed(resolved, recorded)
     _refuse_other_draft(resolved)
@@ -500,6 +513,7 @@ def manifest_of(resolved: Resolved, selected: list[int]) -> dict[str, Any]:
 
     selected: the target's id of each draft token.
     """
+    from niels_gpt.eagle3.format.drafters import manifest_keys
     from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, is_compressed
     from niels_gpt.eagle3.format.native import DEFAULT_SHARD_BYTES
 
@@ -522,6 +536,7 @@ def manifest_of(resolved: Resolved, selected: list[int]) -> dict[str, Any]:
             "aux_dtype": options.aux_dtype or options.dtype,
             "shard_bytes": options.shard_bytes or DEFAULT_SHARD_BYTES,
             **source,
+            **manifest_keys(resolved.targets, options.made_for),
         }
     compressed = is_compressed(options.target_probs_topk, len(selected))
     version = 2 if options.format == "2" or (options.format is None and compressed) else 1

@@ -1,0 +1,66 @@
+"""The kinds of drafts: which blocks and target rows of a native cache each one reads.
+
+A draft of any kind learns from the same four things: ids, loss mask, outputs of some blocks, and last hidden states.
+They differ in the tokens whose last hidden state their loss reads (format/native.py has the rules of `targets`):
+
+    eagle3, peagle   the tokens with loss, and for SpecForge, whose mask is not shifted, the token after each of them
+    dflash           the token before each token with loss: the first of a reply is predicted from the prompt's last
+    dspark           these, and each token with loss. Its features may include the last block's, after the final norm:
+                     that is the last hidden state of every token, so `--for dspark` stores all
+    mtp              every token: it reads no block but the last hidden states, with attention over all of them
+
+SpecForge's dflash reads no last hidden state, and learns from the tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from niels_gpt.eagle3.format.native import TARGETS
+
+
+class Drafter(NamedTuple):
+    """What a kind of draft needs."""
+
+    reads: str
+    """The fewest target rows that hold every last hidden state of its loss: one of TARGETS."""
+    targets: str
+    """Target rows of a cache that is made for it: one of TARGETS."""
+    layers: str
+    """Blocks of a cache that is made for it: a text of `target.parse_aux_layers`."""
+
+
+DRAFTERS = {
+    "eagle3": Drafter("loss", "loss", "eagle3"),
+    "peagle": Drafter("loss", "loss", "eagle3"),
+    "dflash": Drafter("reply", "reply", "dflash:5"),
+    "dspark": Drafter("reply", "all", "dspark:5"),
+    "mtp": Drafter("all", "all", "none"),
+}
+"""Kind of draft -> what it needs; the layers are the defaults of drafts of five layers."""
+
+
+def enough_for(targets: str) -> list[str]:
+    """Return the kinds of drafts for which a cache with these target rows is enough, sorted.
+
+    >>> enough_for("reply")
+    ['dflash', 'dspark', 'eagle3', 'peagle']
+    """
+    has = TARGETS.index(targets)
+    return sorted(name for name, each in DRAFTERS.items() if TARGETS.index(each.reads) <= has)
+
+
+def manifest_keys(targets: str, made_for: str | None = None) -> dict[str, Any]:
+    """Return the keys of a native manifest that say which target rows a cache has; none for `loss`, as before."""
+    keys: dict[str, Any] = {}
+    if targets != "loss":
+        keys |= {"targets": targets, "enough_for": enough_for(targets)}
+    if made_for not in (None, "eagle3"):
+        keys["made_for"] = made_for
+    return keys
+
+
+def drafters_of(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of drafts for which a native cache is enough, sorted."""
+    return enough_for(manifest.get("targets", "loss"))
