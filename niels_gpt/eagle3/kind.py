@@ -42,7 +42,9 @@ def _of_targets(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     manifest, target = meta["manifest"], meta.get("target") or {}
     yield "form", "native" if _is_native(meta) else f"version {manifest['format_version']}"
     yield "target", ", ".join(str(each) for each in (manifest["target_model"], target.get("revision")) if each)
-    yield "outputs of the target's blocks", ", ".join(str(int(layer)) for layer in manifest["aux_layer_ids"])
+    yield "outputs of the target's blocks", ", ".join(str(int(layer)) for layer in manifest["aux_layer_ids"]) or "none"
+    if _is_native(meta):
+        yield "last hidden states of the tokens", str(manifest.get("targets", "loss"))
     yield "draft's tokens", f"{int(manifest['draft_vocab_size']):,} of {int(manifest['target_vocab_size']):,}"
     yield from ((name.replace("_", " "), f"{int(number):,}") for name, number in sorted(meta["totals"].items()))
     if meta.get("kept_mass") is not None:

@@ -21,7 +21,7 @@ from speculators.train.dataloader import _setup_dataloader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from niels_gpt.eagle3.exchange.move import refuse_for, whole_sample
+from niels_gpt.eagle3.exchange.export import refuse_for, whole_sample
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 from niels_gpt.storage.errors import UsageError
 
@@ -54,7 +54,7 @@ class Eagle3Rows(BaseDataset):
             which speculators' model would apply again; what NativeEagle3Dataset raises.
         """
         self.cache = NativeEagle3Dataset(cache_dir, **opening)
-        refuse_for("speculators", Path(self.cache.cache_dir), self.cache.manifest)
+        refuse_for("speculators", Path(self.cache.cache_dir), self.cache.manifest, "eagle3")
         total = len(self.cache)
         middle = int(total * train_ratio)
         self._numbers = {"train": range(middle), "val": range(middle, total)}.get(split, range(0))

@@ -141,12 +141,12 @@ def write_row(folder, index, chat, **changed):
     save_file({"token_ids": chat.ids, "hidden_states": states, **changed}, path)
 
 
-def export_cache(cache, tool, out):
+def export_cache(cache, tool, out, **how):
     """Write a native cache as the folder of a tool; returns what was left out of it."""
 
-    from niels_gpt.eagle3.exchange import move
+    from niels_gpt.eagle3.exchange import export
 
-    return move.export_cache(cache, tool, out)
+    return export.export_cache(cache, tool, out, **how)
 
 
 def redraft(cache, out, **how):

@@ -21,13 +21,15 @@ from niels_gpt.storage.meta_json import printable
 if TYPE_CHECKING:
     from niels_gpt.eagle3.exchange.move import Imported
 
-TOOLS = ("specforge", "speculators")
+GROWING = ("specforge", "speculators")
+"""Tools whose folders `watch` takes while they grow."""
+TOOLS = (*GROWING, "automodel")
+_KINDS = ("eagle3", "peagle", "dflash", "dspark", "mtp")
 
 
 _OF_IMPORT = (
     argument("source", type=PATH, metavar="DIR", help="folder of the other tool's files"),
     argument("out", type=PATH, metavar="OUT", help="folder of the cache: empty or missing"),
-    option("--from", "tool", type=click.Choice(TOOLS), required=True, help="the tool that wrote the files"),
     option("--target", metavar="MODEL", required=True, help="folder or hub id of the model that the states come from"),
     option("--revision", metavar="REV", help="commit, tag or branch of the target on the hub"),
     option(
@@ -56,6 +58,11 @@ _OF_IMPORT = (
         help="raw: of each token itself; shifted: of the next one; if not given raw, checked by the replies",
     ),
     option(
+        "--targets",
+        type=click.Choice(["loss", "reply", "all"]),
+        help="tokens whose last hidden state is kept; if not given loss, of automodel all",
+    ),
+    option(
         "--draft-vocab-size",
         type=click.IntRange(1),
         metavar="D",
@@ -71,11 +78,16 @@ _OF_IMPORT = (
 """Arguments and options of import and watch."""
 
 
-def of_import(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Add `_OF_IMPORT` to a command's function."""
-    for add in reversed(_OF_IMPORT):
-        function = add(function)
-    return function
+def of_import(tools: tuple[str, ...]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Add `_OF_IMPORT`, and --from with these tools, to a command's function."""
+    which = option("--from", "tool", type=click.Choice(tools), required=True, help="the tool that wrote the files")
+
+    def added(function: Callable[..., Result]) -> Callable[..., Result]:
+        for add in reversed((*_OF_IMPORT[:2], which, *_OF_IMPORT[2:])):
+            function = add(function)
+        return function
+
+    return added
 
 
 @command(
@@ -83,15 +95,16 @@ def of_import(function: Callable[..., Result]) -> Callable[..., Result]:
     "Make a native cache from the files of another tool.",
     examples="""niels-gpt eagle3 import DIR OUT --from specforge --target MODEL
 niels-gpt eagle3 import DIR OUT --from speculators --target MODEL --aux-dtype fp8
-niels-gpt eagle3 import DIR OUT --from specforge --target MODEL --trust --layers eagle3""",
+niels-gpt eagle3 import DIR OUT --from specforge --target MODEL --trust --layers eagle3
+niels-gpt eagle3 import DIR OUT --from automodel --target MODEL""",
 )
-@of_import
+@of_import(TOOLS)
 @option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, metavar="N", help="seed of the draw")
 def import_(source: Path, out: Path, tool: str, **how: Any) -> Result:
     """Import a folder."""
     from niels_gpt.eagle3.exchange.move import import_cache
 
-    target, arguments = _arguments(tool, **how)
+    target, arguments = _arguments(tool, source, **how)
     with progress_bar("import", "samples") as progress:
         done = import_cache(tool, source, out, target, **arguments, seed=how["seed"], progress=progress)
     say("\n".join(_import_lines(out, done)))
@@ -105,7 +118,7 @@ def import_(source: Path, out: Path, tool: str, **how: Any) -> Result:
 niels-gpt eagle3 watch DIR OUT --from speculators --target MODEL --trust --layers eagle3 --consume
 niels-gpt eagle3 watch DIR OUT --from specforge --target MODEL --samples-total 50000""",
 )
-@of_import
+@of_import(GROWING)
 @option(
     "--samples-total",
     type=click.IntRange(1),
@@ -147,7 +160,7 @@ def watch(
             taken = f"{now.samples:,} samples are in {now.shards:,} shards of {now.num_bytes:,} bytes"
             tell(f"watch: waiting {now.seconds:,.0f} s for {now.name}; {taken}")
 
-    target, arguments = _arguments(tool, **how)
+    target, arguments = _arguments(tool, source, **how)
     arguments |= {"consume": consume, "command": _words_of_this_command(), "waiting": waiting}
     until = Until(samples_total, once, patience)
     with progress_bar("watch", "samples") as progress:
@@ -179,36 +192,42 @@ def _words_of_this_command() -> list[str]:
     return words
 
 
-def _arguments(tool: str, **how: Any) -> tuple[Any, dict[str, Any]]:
+def _arguments(tool: str, source: Path, **how: Any) -> tuple[Any, dict[str, Any]]:
     """Return the loaded target, and the arguments that import and watch share."""
-    if how["trust"] != (how["layers"] is not None) or (how["last_hidden"] and not how["trust"]):
+    if tool == "automodel" and (how["layers"] or how["last_hidden"]):
+        raise UsageError("--from automodel: its manifest has the layers, and its last hidden states are post_norm")
+    needs_layers = how["trust"] and tool != "automodel"
+    if needs_layers != (how["layers"] is not None) or (how["last_hidden"] and not how["trust"]):
         raise UsageError("--trust needs --layers, and --layers and --last-hidden need --trust")
-    target, running = _opened(tool, **how)
-    names = ("loss_mask", "draft_vocab_size", "drop_bad", "follow_links")
+    target, running = _opened(tool, source, **how)
+    names = ("loss_mask", "targets", "draft_vocab_size", "drop_bad", "follow_links")
     shared = {name: how[name] for name in names} | ({"shard_bytes": how["shard_bytes"]} if how["shard_bytes"] else {})
     return target, {**running, **shared, "aux_fp8": how["aux_dtype"] == "fp8"}
 
 
 def _opened(
     tool: str,
+    source: Path,
     *,
     target: str,
     revision: str | None,
     device: str | None,
     samples: int,
+    trust: bool,
     layers: str | None,
     last_hidden: str | None,
+    follow_links: bool,
     **_: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """Return the target, and the arguments that decide how the conventions are determined.
 
-    With stated layers only the target's head is loaded.
+    With `trust` only the target's head is loaded.
     """
     import torch
 
-    from niels_gpt.eagle3.exchange.move import Target
+    from niels_gpt.eagle3.exchange.automodel import AutomodelFiles
+    from niels_gpt.eagle3.exchange.move import READERS, Target
     from niels_gpt.eagle3.exchange.proof import Convention, capture_of
-    from niels_gpt.eagle3.exchange.tools import FILES
     from niels_gpt.eagle3.format.layout import DTYPES
     from niels_gpt.eagle3.format.plan import Run
     from niels_gpt.eagle3.head import TargetHead
@@ -216,18 +235,22 @@ def _opened(
     from niels_gpt.eagle3.target import parse_aux_layers, target_facts
     from niels_gpt.recipes.eagle3.prepare import open_target
 
-    facts = target_facts(target, revision=revision, hash_weights=layers is None)
+    facts = target_facts(target, revision=revision, hash_weights=not trust)
     run = Run.here(device, attention="sdpa", threads=torch.get_num_threads())
     how: dict[str, Any] = {"samples": samples}
     place, known = torch.device(run.device), asdict(facts)
     which: dict[str, Any] = {"name": target, "revision": facts.revision}
-    if layers is None:
+    if not trust:
         model = open_target(place, compute_dtype=run.compute_dtype, attention=run.attention, **which)
         how["capture"] = capture_of(model, facts.num_layers, place)
         head = TargetHead.of_model(model)
     else:
-        blocks = tuple(parse_aux_layers(layers, facts.num_layers))
-        how["stated"] = Convention(blocks, last_hidden or FILES[tool].usual_last)
+        if layers is None:
+            files = AutomodelFiles(source, facts.hidden_size, facts.vocab_size, follow_links=follow_links)
+            blocks = files.aux_layer_ids
+        else:
+            blocks = tuple(parse_aux_layers(layers, facts.num_layers))
+        how["stated"] = Convention(blocks, last_hidden or READERS[tool].usual_last)
         known["head_files"] = sha256_of_ends(**which)
         head = TargetHead.of_checkpoint(**which, dtype=DTYPES[run.compute_dtype], device=place)
     special = _special_ids_of_target(target, revision, text_config(**which))
@@ -251,7 +274,7 @@ def _import_lines(out: Path, done: Imported) -> list[str]:
     blocks = ", ".join(map(str, convention.aux_layer_ids))
     lines = [
         f"{out}: {done.samples:,} samples of {done.tokens:,} tokens, {done.target_rows:,} of them with a target row",
-        f"  auxiliary states  the outputs of blocks {blocks}, counted from 0",
+        f"  auxiliary states  {f'the outputs of blocks {blocks}, counted from 0' if blocks else 'none'}",
         f"  last hidden       {convention.last_hidden}",
         f"  loss mask         {done.loss_mask}, {'checked' if done.mask_checked else 'not checked'}",
     ]
@@ -273,22 +296,41 @@ def _import_lines(out: Path, done: Imported) -> list[str]:
     "export",
     "Write a native cache as files of another tool.",
     examples="""niels-gpt eagle3 export CACHE OUT --to specforge
-niels-gpt eagle3 export CACHE OUT --to speculators""",
+niels-gpt eagle3 export CACHE OUT --to speculators --for mtp
+niels-gpt eagle3 export CACHE OUT --to automodel""",
 )
 @of_cache
 @argument("out", type=PATH, metavar="OUT", help="folder to write: empty or missing")
 @option("--to", "tool", type=click.Choice(TOOLS), required=True, help="the tool that will read the files")
-def export(cache: Path, out: Path, follow_links: bool, tool: str) -> Result:
+@option(
+    "--for",
+    "made_for",
+    type=click.Choice(_KINDS),
+    help="the kind of draft; if not given the one that the cache was made for, else eagle3, of automodel dspark",
+)
+@option("--layers", metavar="IDS", help="with automodel: layers of the features, such as 1,9,17,25,35")
+@option("--shard-size", type=click.IntRange(1), default=256, metavar="N", help="with automodel: samples in a shard")
+def export(cache: Path, out: Path, follow_links: bool, tool: str, layers: str | None, **how: Any) -> Result:
     """Export a cache."""
-    from niels_gpt.eagle3.exchange.move import export_cache
+    from niels_gpt.eagle3.exchange.export import export_cache
 
+    if layers is not None:
+        if tool != "automodel":
+            raise UsageError("--layers is for --to automodel; the others take all blocks of the cache")
+        try:
+            how["layers"] = [int(each) for each in layers.split(",")]
+        except ValueError:
+            raise UsageError(f"--layers {layers}: expected numbers separated by commas") from None
     with progress_bar("export", "samples") as progress:
-        done = export_cache(cache, tool, out, progress=progress, follow_links=follow_links)
+        done = export_cache(cache, tool, out, **how, progress=progress, follow_links=follow_links)
     lines = [
         f"{out}: {done.samples:,} samples of {done.tokens:,} tokens, {done.num_bytes:,} bytes of states",
+        f"  for          {done.made_for}",
         f"  last hidden  {done.last_hidden}",
         f"  zeros        {done.without_aux:,} tokens without auxiliary states, {done.without_last:,} without a last "
-        "hidden state; the loss of EAGLE-3 needs neither",
+        f"hidden state; the loss of {done.made_for} reads neither",
     ]
+    if done.left_out:
+        lines.append(f"  left out     {done.left_out:,} samples without two tokens with loss side by side")
     say("\n".join([*lines, *(f"  note: {note}" for note in done.notes)]))
     return Result({"out": str(out), "tool": tool, **asdict(done)})

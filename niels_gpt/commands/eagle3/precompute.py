@@ -142,6 +142,7 @@ def _hint_at_threads(workers: int, run: dict[str, Any]) -> None:
 
 
 def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
+    from niels_gpt.eagle3.format.drafters import drafters_of
     from niels_gpt.eagle3.partitions import part_text
 
     manifest = prepared.plan.manifest
@@ -157,8 +158,10 @@ def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
         say(f"samples with a reply that ends in repetition: {found.number:,} ({share:.1%}), such as {found.example}")
     draft = f"draft vocabulary {manifest['draft_vocab_size']:,} of {manifest['target_vocab_size']:,}"
     if prepared.plan.is_native:
-        layers = f"{manifest['aux_dtype']} of the blocks {', '.join(map(str, manifest['aux_layer_ids']))}"
-        say(f"native form, {layers}, {manifest['dtype']} of the last one, {draft}")
+        blocks = ", ".join(map(str, manifest["aux_layer_ids"]))
+        layers = f"{manifest['aux_dtype']} of the blocks {blocks}, " if blocks else ""
+        rows = f"{manifest['dtype']} of the last one for {manifest.get('targets', 'loss')}"
+        say(f"native form, {layers}{rows}, {draft}; enough for {', '.join(drafters_of(manifest))}")
     else:
         topk = manifest.get("target_probs_topk") or "all"
         say(f"format version {manifest['format_version']}, {manifest['dtype']}, {draft}, probabilities kept: {topk}")

@@ -44,11 +44,19 @@ class ForeignFiles(Protocol):
     def count(self) -> int | None:
         """Number of samples; None for a folder that grows and does not say how many will come."""
 
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...] | None:
+        """The captured blocks, counted from 0; None where no file says it."""
+
     def name(self, index: int) -> str:
         """Return a name of a sample for messages."""
 
     def read(self, index: int) -> ForeignSample:
         """Return a sample. Raises: BadSample."""
+
+
+class GrowingFiles(ForeignFiles, Protocol):
+    """A folder to which another tool may still add samples."""
 
     def look(self) -> int:
         """List the folder again; return the number behind the last sample that has a file. Raises: CacheError."""
@@ -95,19 +103,19 @@ def checked_sample(
     for part, tensor in (("auxiliary", states), ("last", last)):
         if tensor.dtype not in FLOATS:
             raise BadSample("mismatched", name, f"its {part} states are {tensor.dtype}, expected bf16, fp16 or fp32")
-    width = states[0].numel()
-    if last.shape[1:] != (hidden_size,) or not width or width % hidden_size:
+    width, is_none = states[0].numel(), states.shape[1:] == (0, hidden_size)
+    if last.shape[1:] != (hidden_size,) or (not width and not is_none) or width % hidden_size:
         found = f"{width} auxiliary and {list(last.shape[1:])} last values a token"
         raise BadSample("mismatched", name, f"{found}, expected multiples of the target's hidden size, {hidden_size}")
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or not bool(((mask == 0) | (mask == 1)).all()):
         found = f"ids from {int(ids.min())} to {int(ids.max())}, loss_mask from {int(mask.min())} to {int(mask.max())}"
         raise BadSample("mismatched", name, f"{found}, expected ids of the target's {vocab_size:,}, and 0 or 1")
     for part, tensor in (("auxiliary", states), ("last", last)):
-        if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
+        if tensor.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
             flat = torch.isfinite(tensor.reshape(length, -1)).all(dim=-1)
             token = int((~flat).nonzero()[0])
             raise BadSample("not finite", name, f"NaN or infinity in the {part} states of token {token}")
-    return ForeignSample(ids, mask == 1, states.reshape(length, -1, hidden_size), last)
+    return ForeignSample(ids, mask == 1, states.reshape(length, width // hidden_size, hidden_size), last)
 
 
 def integers(name: str, part: str, values: Any) -> Tensor:

@@ -1,19 +1,13 @@
-"""Converts a folder of another tool to a native cache (import), and a native cache to such a folder (export).
+"""Converts a folder of another tool to a native cache.
 
 Import determines the conventions, checks the samples and computes what the tool does not store: the log-normalizer and
 the most probable token of each target row, from the stored last hidden state by the target's own norm and lm_head.
 Memory holds the samples of one unwritten shard: at most `shard_bytes` plus one sample. `Importer` makes the shards here
 and in watch.py.
-
-Export writes every state in its place, and zeros where the cache has none. A native cache has no state that no loss
-needs: its auxiliary states end before the last target row, and target rows exist where a loss mask, shifted or not, may
-be 1. The EAGLE-3 loss of either tool reads no other state. Drafts of other kinds, such as MTP and DFlash, read more.
-Masks and ids are complete.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,21 +17,20 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from niels_gpt.eagle3.derive import frequent_tokens
-from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample, checked_sample
+from niels_gpt.eagle3.exchange.automodel import AutomodelFiles
+from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample
 from niels_gpt.eagle3.exchange.proof import PROOF_TOKENS, Capture, Convention, prove, reach, refuse_shifted_mask
-from niels_gpt.eagle3.exchange.tools import FILES, NUM_LAYERS, WRITERS
-from niels_gpt.eagle3.format.drafters import DRAFTERS, drafters_of, manifest_keys
-from niels_gpt.eagle3.format.layout import DTYPES, MAX_ROWS, row_bytes_of
-from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, is_native, read_manifest, write_manifest
+from niels_gpt.eagle3.exchange.tools import FILES
+from niels_gpt.eagle3.format.drafters import manifest_keys
+from niels_gpt.eagle3.format.layout import DTYPES, MAX_ROWS
+from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, write_manifest
 from niels_gpt.eagle3.format.meta import write_meta
 from niels_gpt.eagle3.format.native import (
     DEFAULT_SHARD_BYTES,
     NativeLayout,
     NativeSample,
-    dequantized,
     quantized,
     room_bits,
     row_counts,
@@ -45,7 +38,6 @@ from niels_gpt.eagle3.format.native import (
 )
 from niels_gpt.eagle3.format.shard_writer import NativeShardWriter
 from niels_gpt.eagle3.format.shards import NativeShards
-from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
 from niels_gpt.eagle3.format.weights import write_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.totals import Counts
@@ -58,6 +50,8 @@ from niels_gpt.work import Progress
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Form = tuple[int, torch.dtype, torch.dtype]
 """Auxiliary layers of a sample, their dtype, dtype of its last hidden states."""
+READERS = {**FILES, "automodel": AutomodelFiles}
+"""Tool -> reader of its complete folders."""
 Read = Callable[..., ForeignSample | None]
 """`Importer.read`, or a function with its arguments that waits for the sample."""
 
@@ -115,29 +109,30 @@ def import_cache(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     drop_bad: bool = False,
     loss_mask: str | None = None,
-    targets: str = "loss",
+    targets: str | None = None,
     progress: Progress | None = None,
     follow_links: bool = False,
 ) -> Imported:
     """Import another tool's folder as a native cache.
 
-    tool: a key of FILES. out: absent or empty; the cache appears complete or not at all.
+    tool: a key of READERS. out: absent or empty; the cache appears complete or not at all.
     capture: runs the target over a sample; the conventions are then determined on `samples` samples, drawn by `seed`.
         stated: the conventions instead of `capture`; then nothing is compared.
     draft_vocab_size: tokens that the draft knows; None: all. aux_fp8: store the auxiliary states as float8.
     drop_bad: leave out and count samples that are missing, unreadable, mismatched or not finite, instead of failing.
     loss_mask: "raw": of each token itself; "shifted": of the next token; None: raw, and an error if the drawn samples
         show a shifted mask.
-    targets: which target rows the cache gets: one of TARGETS.
+    targets: which target rows the cache gets: one of TARGETS; None: all of Automodel's cache, else loss.
     progress: counts samples.
     Raises: CacheError for a folder or sample that does not fit, or conventions that cannot be determined; ValueError
         for contradictory arguments.
     """
     if (capture is None) == (stated is None) or samples < 1:
         raise ValueError("either a capture and one sample or more to prove the conventions on, or stated ones")
-    files = FILES[tool](source, target.hidden_size, target.vocab_size, follow_links=follow_links)
+    files: ForeignFiles = READERS[tool](source, target.hidden_size, target.vocab_size, follow_links=follow_links)
     total = files.count
     assert total is not None  # of a folder that does not grow
+    targets = targets or ("all" if tool == "automodel" else "loss")
     run = Importer(tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes, targets)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
     run.settle(order, run.read, samples, capture, stated)
@@ -226,6 +221,10 @@ class Importer:
         self.mask_checked = self._mask is None and refuse_shifted_mask(self.source, [sample for _, sample in drawn])
         convention = prove(self.source, drawn, capture) if capture else stated
         assert convention is not None and self.form is not None
+        says = self.files.aux_layer_ids
+        if says is not None and says != convention.aux_layer_ids:
+            found, expected = f"says that its states are of the blocks {[*says]}", f"{[*convention.aux_layer_ids]}"
+            raise CacheError(self.source, found, expected, code="E706")
         self.fix(self.form, convention)
 
     def fix(self, form: Form, convention: Convention) -> None:
@@ -234,6 +233,9 @@ class Importer:
         if layers != len(stated):
             expected = f"{len(stated)}, for the blocks {[*stated]}"
             raise CacheError(self.source, f"{layers} auxiliary layers", expected, code="E711")
+        if not layers and self._targets != "all":
+            expected = "one or more; a draft that reads none, of MTP, needs --targets all"
+            raise CacheError(self.source, "no auxiliary layer", expected, code="E711")
         stored = "fp8" if self._aux_fp8 else _DTYPE_NAMES[aux_dtype]
         sizes = self._target.hidden_size, layers
         self._layout = NativeLayout(*sizes, _DTYPE_NAMES[dtype], stored, self._targets)
@@ -397,7 +399,7 @@ class Importer:
             },
             "head": self._head.facts(),
             "shard_bytes": self._shard_bytes,
-            **manifest_keys(self._targets),
+            **manifest_keys(self._targets, convention.aux_layer_ids),
             "imported": {"from": self._tool, "proved": convention.as_json(), **trusted},
         }
 
@@ -440,144 +442,3 @@ def _head_for(last_hidden: str, head: TargetHead) -> TargetHead:
         text = "the states are before the target's final norm, and that norm is none that is known here"
         raise TargetError(f"{text}. Import post-norm states")
     return head.after_norm()
-
-
-# --- export -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Exported:
-    """The result of an export."""
-
-    samples: int
-    tokens: int
-    without_aux: int
-    """Tokens whose auxiliary states are zeros."""
-    without_last: int
-    """Tokens whose last hidden state is zeros."""
-    num_bytes: int
-    """Bytes of the files with states."""
-    last_hidden: str
-    """pre_norm or post_norm: side of the last hidden states in the folder."""
-    notes: tuple[str, ...]
-    """Conversions on the way."""
-
-
-def export_cache(
-    cache: Path, tool: str, out: Path, *, progress: Progress | None = None, follow_links: bool = False
-) -> Exported:
-    """Write a native cache as the folder of another tool.
-
-    tool: a key of WRITERS. out: absent or empty; the folder appears complete or not at all.
-    progress: counts samples.
-    Raises: CacheError E710 for a cache of version 1 or 2, one without the states that the tool needs, or a sample too
-        large for an import; CacheError E701 for a damaged sample.
-    """
-    manifest = read_manifest(cache, follow_links=follow_links)
-    refuse_for(tool, cache, manifest)
-    stored = NativeShards.of_cache(cache, follow_links=follow_links)
-    _refuse_large(cache, stored)
-    kind = WRITERS[tool]
-    to_post_norm = tool == "specforge" and manifest["conventions"]["last_hidden"] == "pre_norm"
-    head = TargetHead.of_cache(cache, follow_links=follow_links) if to_post_norm else None
-    num_bytes = 0
-    with fresh_folder(out, sources=[cache]) as work:
-        writer = kind(work, stored.num_samples)
-        for index in range(stored.num_samples):
-            sample = whole_sample(stored.sample(index), manifest, head, one_dtype=tool != "specforge")
-            _refuse_bad(cache, manifest, index, sample)
-            num_bytes += writer.write(index, sample)
-            if progress is not None:
-                progress(index + 1, index + 1, stored.num_samples)
-        writer.finish()
-    tokens, aux_rows, target_rows = stored.counts.sum(axis=0).tolist()
-    return Exported(
-        stored.num_samples,
-        tokens,
-        tokens - aux_rows,
-        tokens - target_rows,
-        num_bytes,
-        writer.last_hidden,
-        tuple(_notes(manifest, to_post_norm)),
-    )
-
-
-def refuse_for(tool: str, cache: Path, manifest: dict[str, Any]) -> None:
-    """Raise CacheError E710 for a cache that the tool cannot take. tool: a key of WRITERS."""
-    if not is_native(manifest):
-        found = (
-            f"is version {manifest['format_version']}: it has the target's probabilities, not its last hidden states"
-        )
-        remedy = f"Produce it with --format native; {tool} computes probabilities itself"
-        raise CacheError(cache, found, "a native cache", remedy, code="E710")
-    layers, last = len(manifest["aux_layer_ids"]), manifest["conventions"]["last_hidden"]
-    if tool == "specforge" and layers != NUM_LAYERS:
-        found = f"has {layers} auxiliary layers"
-        raise CacheError(cache, found, f"{NUM_LAYERS}, which SpecForge's EAGLE-3 takes", code="E710")
-    if tool == "speculators" and last == "post_norm":
-        found = "has last hidden states after the final norm, which cannot be undone"
-        raise CacheError(cache, found, "those before it, which speculators takes", "Export to specforge", code="E710")
-
-
-def _refuse_large(cache: Path, stored: NativeShards) -> None:
-    """Raise CacheError for a sample that is too large for an import once every token has its states."""
-    states = len(stored.manifest["aux_layer_ids"]) + 1, stored.manifest["hidden_size"]
-    longest = int(stored.counts[:, 0].max(initial=0))
-    size = longest * row_bytes_of((DTYPES[stored.manifest["dtype"]], states))
-    if size > MAX_INFLATED:
-        found = f"a sample of {longest:,} tokens would have {size:,} bytes with a state for each"
-        raise CacheError(cache, found, f"{MAX_INFLATED:,} at most", "Make the cache of shorter samples", code="E710")
-
-
-def _refuse_bad(cache: Path, manifest: dict[str, Any], index: int, sample: ForeignSample) -> None:
-    """Raise CacheError for states that are not finite, or token ids beyond the target's vocabulary."""
-    parts, sizes = (sample.input_ids, sample.loss_mask, sample.aux, sample.last), ("hidden_size", "target_vocab_size")
-    try:
-        checked_sample(f"sample {index}", *parts, *(manifest[size] for size in sizes))
-    except BadSample as error:
-        remedy = f"Find all damage: {shlex.join(['niels-gpt', 'eagle3', 'verify', str(cache)])}"
-        found = f"{error.name} is {error.reason}: {error.found}"
-        raise CacheError(cache, found, remedy=remedy, code="E701") from error
-
-
-def whole_sample(
-    sample: NativeSample, manifest: dict[str, Any], head: TargetHead | None = None, *, one_dtype: bool
-) -> ForeignSample:
-    """Return a stored sample in memory of its own, with states for every token: zeros where none is stored.
-
-    head: its norm is applied to the last hidden states; float8 becomes the manifest's dtype. one_dtype: all states get
-    the wider dtype of the two.
-    """
-    number, length = DTYPES[manifest["dtype"]], len(sample.loss_mask)
-    aux, last = sample.aux_hidden_states, sample.last_hidden_states
-    if sample.aux_scales is not None:
-        aux = dequantized(aux, sample.aux_scales, number)
-    if head is not None:
-        last = head.normed(last).to(number)
-    if one_dtype:
-        number = torch.promote_types(aux.dtype, last.dtype)
-        aux, last = aux.to(number), last.to(number)
-    return ForeignSample(
-        torch.from_numpy(sample.input_ids.astype(np.int64)),
-        torch.from_numpy(sample.loss_mask.copy()),
-        _spread(aux, torch.arange(len(aux)), length),
-        _spread(last, torch.from_numpy(sample.positions), length),
-    )
-
-
-def _spread(states: Tensor, positions: Tensor, length: int) -> Tensor:
-    """Return states [length, ...]: the given ones at their positions, zeros elsewhere."""
-    whole = states.new_zeros((length, *states.shape[1:]))
-    whole[positions] = states
-    return whole
-
-
-def _notes(manifest: dict[str, Any], to_post_norm: bool) -> list[str]:
-    notes, enough = list[str](), drafters_of(manifest)
-    if missing := sorted(DRAFTERS.keys() - {*enough}):
-        notes.append(f"for {', '.join(enough)} only: {', '.join(missing)} read last hidden states that are zeros here")
-    if to_post_norm:
-        notes.append("the final norm was applied to the last hidden states")
-    if manifest["aux_dtype"] == "fp8":
-        notes.append(f"the auxiliary states were dequantized from float8 to {manifest['dtype']}")
-    return notes

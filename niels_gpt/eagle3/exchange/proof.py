@@ -167,7 +167,8 @@ def _distances(sample: ForeignSample, capture: Capture) -> _Distances:
     def compared(stored: slice, computed: slice) -> tuple[Tensor, Tensor]:
         some, one = has_aux[stored], has_last[stored]
         each = [_apart(aux[stored][some, place, None], blocks[computed][some]) for place in range(aux.shape[1])]
-        return torch.stack(each, dim=1), _apart(last[stored][one, None], sides[computed][one])
+        layers = torch.stack(each, dim=1) if each else aux.new_zeros((int(some.sum()), 0, blocks.shape[1]))
+        return layers, _apart(last[stored][one, None], sides[computed][one])
 
     everything = slice(0, None)
     ahead, behind = slice(1, None), slice(0, -1)

@@ -20,7 +20,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class SpecForgeFiles:
     """A folder of SpecForge's features."""
 
     usual_last = "post_norm"
+    aux_layer_ids = None
 
     def __init__(
         self, folder: Path, hidden_size: int, vocab_size: int, *, follow_links: bool = False, grows: bool = False
@@ -149,8 +150,8 @@ class SpecForgeWriter:
 
     last_hidden = "post_norm"
 
-    def __init__(self, folder: Path, num_samples: int) -> None:
-        self._folder, self._digits = folder, max(6, len(str(num_samples)))
+    def __init__(self, folder: Path, num_samples: int, made_for: str = "eagle3") -> None:
+        self._folder, self._made_for, self._digits = folder, made_for, max(6, len(str(num_samples)))
 
     def write(self, index: int, sample: ForeignSample) -> int:
         """Write a sample; return its bytes."""
@@ -158,13 +159,13 @@ class SpecForgeWriter:
         rows = f"rows_{begin:0{self._digits}d}-{begin + _FILES_OF_A_FOLDER:0{self._digits}d}"
         path = self._folder / rows / f"data_{index:0{self._digits}d}.ckpt"
         path.parent.mkdir(exist_ok=True)
-        held = {
-            "input_ids": sample.input_ids,
-            "loss_mask": sample.loss_mask.to(torch.int64),
-            "hidden_state": sample.last[None],
-            "aux_hidden_state": sample.aux.flatten(1)[None],
-        }
-        torch.save(held, path)
+        aux, last = sample.aux.flatten(1)[None], sample.last[None]
+        states = {"hidden_state": last, "aux_hidden_state": aux}
+        if self._made_for != "eagle3":
+            states = {"hidden_states": aux} | (
+                {"target_last_hidden_states": last} if self._made_for == "dspark" else {}
+            )
+        torch.save({"input_ids": sample.input_ids, "loss_mask": sample.loss_mask.to(torch.int64), **states}, path)
         return path.stat().st_size
 
     def finish(self) -> None:
@@ -185,6 +186,7 @@ class SpeculatorsFiles:
     """A folder of speculators' rows and states."""
 
     usual_last = "pre_norm"
+    aux_layer_ids = None
 
     def __init__(
         self, folder: Path, hidden_size: int, vocab_size: int, *, follow_links: bool = False, grows: bool = False
@@ -227,8 +229,8 @@ class SpeculatorsFiles:
         theirs = tensors["token_ids"]
         if theirs.shape != ids.shape or not torch.equal(theirs.to(torch.int64), ids):
             raise BadSample("mismatched", name, f"token_ids of {self._name(index)} are not the row's input_ids")
-        if states.dim() != 3 or not 2 <= states.shape[1] <= _MAX_LAYERS:
-            found = f"{STATES} is {list(states.shape)}, expected [tokens, 2 to {_MAX_LAYERS} layers, {self._sizes[0]}]"
+        if states.dim() != 3 or not 1 <= states.shape[1] <= _MAX_LAYERS:
+            found = f"{STATES} is {list(states.shape)}, expected [tokens, 1 to {_MAX_LAYERS} layers, {self._sizes[0]}]"
             raise BadSample("mismatched", name, found)
         if was_fp8:
             states = _without_scales(name, states, tensors[_SCALES])
@@ -398,6 +400,4 @@ FILES: dict[str, type[SpecForgeFiles] | type[SpeculatorsFiles]] = {
     "specforge": SpecForgeFiles,
     "speculators": SpeculatorsFiles,
 }
-"""Tool -> reader of its folders."""
-WRITERS: dict[str, Callable[[Path, int], Any]] = {"specforge": SpecForgeWriter, "speculators": SpeculatorsWriter}
-"""Tool -> writer of its folders."""
+"""Tool -> reader of its folders, which may still grow."""

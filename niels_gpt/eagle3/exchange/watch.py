@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample
+from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, GrowingFiles
 from niels_gpt.eagle3.exchange.move import Imported, Importer, Target
 from niels_gpt.eagle3.exchange.proof import Capture, Convention
 from niels_gpt.eagle3.exchange.tools import FILES
@@ -111,6 +111,7 @@ def watch_cache(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     drop_bad: bool = False,
     loss_mask: str | None = None,
+    targets: str | None = None,
     until: Until = Until(),
     consume: bool = False,
     progress: Progress | None = None,
@@ -138,13 +139,14 @@ def watch_cache(
         raise ValueError("consume removes no links, and speculators' rows give the number of samples")
     settings = {"from": tool, "samples": samples, "loss_mask": loss_mask}  # and all else that decides the shards
     settings |= {"aux_dtype": "fp8" if aux_fp8 else "stored", "shard_bytes": shard_bytes}
-    settings |= _facts_of(target, stated) | files.facts()
+    targets = targets or "loss"
+    settings |= _facts_of(target, stated) | files.facts() | ({} if targets == "loss" else {"targets": targets})
     fileio.make_dir(out / SIDECAR)
     lock = out / SIDECAR / LOCK_NAME
     with file_lock(lock, out, "is being written", wait=False):
         _refuse_other_content(out, source)
         journal = _journal_of(out, command, json.loads(json.dumps(settings)))
-        importing = partial(Importer, tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes)
+        importing = partial(Importer, tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes, targets)
         run = _Watch(out, source, files, journal, importing, partial(check_lease, lock), consume)
         arrivals = Arrivals(source, files, run.importer, run.end_of(until.samples_total), until, run.tell(waiting))
         run.take(arrivals, samples, capture, stated, progress)
@@ -201,7 +203,7 @@ class _Watch:
         self,
         out: Path,
         source: Path,
-        files: ForeignFiles,
+        files: GrowingFiles,
         journal: dict[str, Any],
         importing: Callable[..., Importer],
         check: Callable[[], object],
@@ -358,7 +360,7 @@ class Arrivals:
     def __init__(
         self,
         source: Path,
-        files: ForeignFiles,
+        files: GrowingFiles,
         importer: Importer,
         end: int | None,
         until: Until,

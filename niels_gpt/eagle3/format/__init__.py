@@ -3,6 +3,7 @@
 layout.py        decides file names, tensors, dtypes and offsets of a shard; opens files that may be hostile
 manifest.py      reads, checks and writes manifest.json; derives the layout from it
 native.py        the native form: which rows are stored, a sample, fp8 states, the layout of a shard
+drafters.py      the kinds of drafts: which blocks and target rows of a native cache each one reads
 weights.py       the stored weights of the target, and their receipt
 shard_writer.py  writes one shard and then its receipt, a JSON file with checksums
 shards.py        opens all shards of a cache of either form: checks, maps and compares them

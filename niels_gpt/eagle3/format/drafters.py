@@ -14,7 +14,7 @@ SpecForge's dflash reads no last hidden state, and learns from the tokens alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from niels_gpt.eagle3.format.native import TARGETS
@@ -41,21 +41,22 @@ DRAFTERS = {
 """Kind of draft -> what it needs; the layers are the defaults of drafts of five layers."""
 
 
-def enough_for(targets: str) -> list[str]:
-    """Return the kinds of drafts for which a cache with these target rows is enough, sorted.
+def enough_for(targets: str, layers: Collection[int]) -> list[str]:
+    """Return the kinds of drafts for which a cache with these target rows and blocks is enough, sorted.
 
-    >>> enough_for("reply")
+    >>> enough_for("reply", [1, 15, 28])
     ['dflash', 'dspark', 'eagle3', 'peagle']
     """
     has = TARGETS.index(targets)
-    return sorted(name for name, each in DRAFTERS.items() if TARGETS.index(each.reads) <= has)
+    fitting = (name for name, each in DRAFTERS.items() if TARGETS.index(each.reads) <= has)
+    return sorted(name for name in fitting if layers or DRAFTERS[name].layers == "none")
 
 
-def manifest_keys(targets: str, made_for: str | None = None) -> dict[str, Any]:
+def manifest_keys(targets: str, layers: Collection[int], made_for: str | None = None) -> dict[str, Any]:
     """Return the keys of a native manifest that say which target rows a cache has; none for `loss`, as before."""
     keys: dict[str, Any] = {}
     if targets != "loss":
-        keys |= {"targets": targets, "enough_for": enough_for(targets)}
+        keys |= {"targets": targets, "enough_for": enough_for(targets, layers)}
     if made_for not in (None, "eagle3"):
         keys["made_for"] = made_for
     return keys
@@ -63,4 +64,4 @@ def manifest_keys(targets: str, made_for: str | None = None) -> dict[str, Any]:
 
 def drafters_of(manifest: Mapping[str, Any]) -> list[str]:
     """Return the kinds of drafts for which a native cache is enough, sorted."""
-    return enough_for(manifest.get("targets", "loss"))
+    return enough_for(manifest.get("targets", "loss"), manifest["aux_layer_ids"])

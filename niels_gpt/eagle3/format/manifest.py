@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.format.drafters import enough_for
+from niels_gpt.eagle3.format.drafters import drafters_of
 from niels_gpt.eagle3.format.layout import (
     AUX_DTYPES,
     DTYPES,
@@ -253,13 +253,13 @@ def _check_native(manifest: Mapping[str, Any], path: str) -> None:
         if key in manifest and manifest[key] not in texts:
             raise _refuse(path, key, manifest[key], f"one of {', '.join(texts)}, or no such key")
     targets = manifest.get("targets", "loss")
-    if manifest.get("enough_for", enough_for("loss")) != enough_for(targets):
-        raise _refuse(path, "enough_for", manifest["enough_for"], f"{enough_for(targets)}, for targets {targets!r}")
     for key, below in {"aux_layer_ids": 2**31, "selected_token_ids": manifest["target_vocab_size"]}.items():
         ids = manifest[key] or []
         may_be_empty = key == "aux_layer_ids" and targets == "all"  # a draft of MTP reads no other state
         if not (ids or may_be_empty) or max(ids, default=0) >= below or len({*ids}) != len(ids):
             raise _refuse(path, key, manifest[key], f"a list of different integers from 0 to {below - 1}")
+    if "enough_for" in manifest and manifest["enough_for"] != (kinds := drafters_of(manifest)):
+        raise _refuse(path, "enough_for", manifest["enough_for"], f"{kinds}, by targets and aux_layer_ids")
     if len(manifest["selected_token_ids"]) != manifest["draft_vocab_size"]:
         raise _refuse(path, "draft_vocab_size", manifest["draft_vocab_size"], "the length of selected_token_ids")
     head = manifest["head"]

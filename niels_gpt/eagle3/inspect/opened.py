@@ -494,7 +494,7 @@ class StoredSample:
         Only these are converted from fp8. dtype: None: as stored; bfloat16 for fp8.
         """
         states, scales = self.tensors[AUX][part], self.tensors.get("aux_scales")
-        blocks = max(1, len(self.cache.aux_layer_ids)), self.cache.hidden_size
+        blocks = len(self.cache.aux_layer_ids), self.cache.hidden_size
         states = states.view(*(() if isinstance(part, int) else (len(states),)), *blocks)
         if scales is None:
             return states if dtype is None else states.to(dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from niels_gpt.display.numbers import count_text, size_text
+from niels_gpt.eagle3.format.drafters import drafters_of
 from niels_gpt.eagle3.format.layout import SIDECAR, shard_path
 from niels_gpt.eagle3.format.manifest import is_native
 from niels_gpt.eagle3.format.plan import PLAN_NAME
@@ -96,13 +97,14 @@ def summary(path: Path, *, follow_links: bool = False) -> Table:
     about = description(path, follow_links=follow_links)
     manifest, plan, selected = about["manifest"], about["plan"], about["manifest"]["selected_token_ids"]
     form, width, *more = (_native_form if is_native(manifest) else _dense_form)(about)
+    blocks = ", ".join(map(str, manifest.get("aux_layer_ids") or []))
     state, sidecar = _state(about)
     first = ", ".join(map(str, selected["first"]))
     rows: Table = [
         ("cache", f"{shown(path)} ({state})"),
         ("form", form),
         ("target", _printable(str(manifest.get("target_model")))),
-        ("auxiliary layers", f"blocks {', '.join(map(str, manifest.get('aux_layer_ids') or []))}, counted from 0"),
+        ("auxiliary layers", f"blocks {blocks}, counted from 0" if blocks else "none"),
         ("draft vocabulary", f"{selected['count']:,} of {manifest.get('target_vocab_size'):,} ids: {first}, ..."),
         ("samples", f"{manifest['num_samples']:,} of {width}"),
         ("shards", f"{about['shards_found']:,} of {about['num_shards']:,}, {size_text(about['shard_bytes'])}"),
@@ -125,8 +127,8 @@ def _dense_form(about: dict[str, Any]) -> tuple[str, str, tuple[str, str]]:
     )
 
 
-def _native_form(about: dict[str, Any]) -> tuple[str, str, tuple[str, str]]:
-    """Return (form, length and shard size, the head) of a native cache as text."""
+def _native_form(about: dict[str, Any]) -> tuple[str, str, tuple[str, str], tuple[str, str]]:
+    """Return (form, length and shard size, the target rows, the head) of a native cache as text."""
     manifest, head = about["manifest"], about["manifest"]["head"]
     parts = [f"norm {head['norm']}" + ("" if head["eps"] is None else f" with eps {head['eps']:g}")]
     parts += ["lm_head tied to the embeddings" if head["tied"] else "lm_head"]
@@ -136,6 +138,7 @@ def _native_form(about: dict[str, Any]) -> tuple[str, str, tuple[str, str]]:
         f"{manifest['format_version']}, auxiliary states in {manifest['aux_dtype']}, last hidden states in "
         f"{manifest['dtype']}, {_NORMS[manifest['conventions']['last_hidden']]}",
         f"at most {manifest['seq_length']:,} tokens, {size_text(manifest['shard_bytes'])} a shard",
+        ("target rows", f"{manifest.get('targets', 'loss')}: enough for {', '.join(drafters_of(manifest))}"),
         ("head", f"{', '.join(parts)}; computed in {head['compute_dtype']}"),
     )
 

@@ -307,7 +307,7 @@ class Resolved(Target):
             }
         else:
             form: dict[str, Any] = {name: getattr(options, name) for name in ("format", "shard_bytes", "aux_dtype")}
-            form |= manifest_keys(self.targets, options.made_for)
+            form |= manifest_keys(self.targets, self.aux_layer_ids, options.made_for)
             if options.form != "native":
                 form = {"format_version": options.format and int(options.format), "aux_layer_ids": None}
             parts = {
@@ -536,7 +536,7 @@ def manifest_of(resolved: Resolved, selected: list[int]) -> dict[str, Any]:
             "aux_dtype": options.aux_dtype or options.dtype,
             "shard_bytes": options.shard_bytes or DEFAULT_SHARD_BYTES,
             **source,
-            **manifest_keys(resolved.targets, options.made_for),
+            **manifest_keys(resolved.targets, resolved.aux_layer_ids, options.made_for),
         }
     compressed = is_compressed(options.target_probs_topk, len(selected))
     version = 2 if options.format == "2" or (options.format is None and compressed) else 1

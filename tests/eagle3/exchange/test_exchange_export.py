@@ -44,7 +44,7 @@ def test_a_round_trip_gives_the_same_cache_bit_for_bit(folders, importing, tmp_p
     importing(tool, folders[tool], tmp_path / "c")
     done = export_cache(tmp_path / "c", tool, tmp_path / "f")
     counts = NativeEagle3Dataset(tmp_path / "c").counts.sum(0).tolist()
-    assert (done.last_hidden, done.samples, len(done.notes)) == (last, 10, 1) and "EAGLE-3 only" in done.notes[0]
+    assert (done.last_hidden, done.samples, len(done.notes)) == (last, 10, 1) and "mtp read states" in done.notes[0]
     assert [done.tokens, done.tokens - done.without_aux, done.tokens - done.without_last] == counts
     again = importing(tool, tmp_path / "f", tmp_path / "again")  # zeros, which no loss needs, are not compared
     assert (again.convention.aux_layer_ids, again.convention.last_hidden) == (BLOCKS, last)

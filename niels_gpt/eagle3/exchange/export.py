@@ -1,0 +1,299 @@
+"""Writes a native cache as the folder of another tool.
+
+Every state is in its place, with zeros where the cache has none: format/native.py says which states a cache has, and
+format/drafters.py which ones a kind of draft reads. Masks and ids are complete. An export is refused unless the cache
+has every state that the loss of its kind of draft reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from niels_gpt.eagle3.exchange.automodel import AutomodelWriter
+from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample
+from niels_gpt.eagle3.exchange.tools import NUM_LAYERS, SpecForgeWriter, SpeculatorsWriter
+from niels_gpt.eagle3.format.drafters import DRAFTERS, drafters_of
+from niels_gpt.eagle3.format.layout import DTYPES, row_bytes_of
+from niels_gpt.eagle3.format.manifest import is_native, read_manifest
+from niels_gpt.eagle3.format.meta import eagle3_meta
+from niels_gpt.eagle3.format.native import NativeSample, dequantized
+from niels_gpt.eagle3.format.plan import read_record
+from niels_gpt.eagle3.format.shards import NativeShards
+from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
+from niels_gpt.eagle3.format.weights import read_weights
+from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fresh_folder import fresh_folder
+from niels_gpt.work import Progress
+
+KINDS = {
+    "specforge": ("eagle3", "dflash", "dspark"),
+    "speculators": ("eagle3", "peagle", "dflash", "dspark", "mtp"),
+    "automodel": ("dspark",),
+}
+"""Tool -> the kinds of drafts that it trains from files; the first is the usual one."""
+_PAIRS = ("dflash", "dspark")
+"""Kinds for which SpecForge refuses a sample without two tokens with loss side by side."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The result of an export."""
+
+    samples: int
+    tokens: int
+    without_aux: int
+    """Tokens whose auxiliary states are zeros."""
+    without_last: int
+    """Tokens whose last hidden state is zeros."""
+    num_bytes: int
+    """Bytes of the files with states."""
+    last_hidden: str
+    """pre_norm or post_norm: side of the last hidden states in the folder."""
+    made_for: str
+    """The kind of draft: a key of DRAFTERS."""
+    left_out: int
+    """Samples that the tool would refuse."""
+    notes: tuple[str, ...]
+    """Conversions on the way."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An open native cache, and what it is exported for."""
+
+    cache: Path
+    stored: NativeShards
+    made_for: str
+    layers: list[int] | None
+    """Automodel only: the layers of the features; None: the cache's blocks, and for DSpark's own rule the last one."""
+    shard_size: int
+    follow_links: bool
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The cache's manifest."""
+        return self.stored.manifest
+
+
+def export_cache(
+    cache: Path,
+    tool: str,
+    out: Path,
+    *,
+    made_for: str | None = None,
+    layers: list[int] | None = None,
+    shard_size: int = 256,
+    progress: Progress | None = None,
+    follow_links: bool = False,
+) -> Exported:
+    """Write a native cache as the folder of another tool.
+
+    tool: a key of KINDS. out: absent or empty; the folder appears complete or not at all.
+    made_for: the kind of draft that will be trained, which SpecForge has other files for; None: the one that the cache
+        was made for, if the tool has it, else its usual one.
+    layers, shard_size: of Automodel's cache; see `Source`.
+    progress: counts samples.
+    Raises: CacheError E710 for a cache of version 1 or 2, one without the states that the tool or the draft needs, or a
+        sample too large for an import; CacheError E701 for a damaged sample.
+    """
+    manifest = read_manifest(cache, follow_links=follow_links)
+    own = manifest.get("made_for")
+    made_for = made_for or (own if own in KINDS[tool] else KINDS[tool][0])
+    refuse_for(tool, cache, manifest, made_for)
+    stored = NativeShards.of_cache(cache, follow_links=follow_links)
+    _refuse_large(cache, stored)
+    post_norm = tool != "speculators"
+    to_post_norm = post_norm and manifest["conventions"]["last_hidden"] == "pre_norm"
+    head = TargetHead.of_cache(cache, follow_links=follow_links) if to_post_norm else None
+    source = Source(cache, stored, made_for, layers, shard_size, follow_links)
+    needs_pair = tool == "specforge" and made_for in _PAIRS
+    num_bytes = written = 0
+    with fresh_folder(out, sources=[cache]) as work:
+        writer = WRITERS[tool](work, source)
+        for index in range(stored.num_samples):
+            sample = whole_sample(stored.sample(index), manifest, head, one_dtype=tool != "specforge")
+            _refuse_bad(cache, manifest, index, sample)
+            if not needs_pair or bool((sample.loss_mask[1:] & sample.loss_mask[:-1]).any()):
+                num_bytes += writer.write(written, sample)
+                written += 1
+            if progress is not None:
+                progress(index + 1, index + 1, stored.num_samples)
+        writer.finish()
+    tokens, aux_rows, target_rows = stored.counts.sum(axis=0).tolist()
+    return Exported(
+        written,
+        tokens,
+        tokens - aux_rows,
+        tokens - target_rows,
+        num_bytes,
+        writer.last_hidden,
+        made_for,
+        stored.num_samples - written,
+        tuple(_notes(manifest, to_post_norm)),
+    )
+
+
+def refuse_for(tool: str, cache: Path, manifest: dict[str, Any], made_for: str) -> None:
+    """Raise CacheError E710 for a cache that a tool cannot train such a draft from. tool: a key of KINDS."""
+    if not is_native(manifest):
+        found = (
+            f"is version {manifest['format_version']}: it has the target's probabilities, not its last hidden states"
+        )
+        remedy = f"Produce it with --format native; {tool} computes probabilities itself"
+        raise CacheError(cache, found, "a native cache", remedy, code="E710")
+    if made_for not in KINDS[tool]:
+        expected = f"one of {', '.join(KINDS[tool])}, which {tool} trains from files"
+        raise CacheError(cache, f"asked for {made_for}", expected, code="E710")
+    layers, last = len(manifest["aux_layer_ids"]), manifest["conventions"]["last_hidden"]
+    if tool == "specforge" and (layers != NUM_LAYERS if made_for == "eagle3" else not layers):
+        expected = f"{NUM_LAYERS}, which SpecForge's EAGLE-3 takes" if made_for == "eagle3" else "one or more"
+        raise CacheError(cache, f"has {layers} auxiliary layers", expected, code="E710")
+    if tool == "speculators" and last == "post_norm":
+        found = "has last hidden states after the final norm, which cannot be undone"
+        raise CacheError(cache, found, "those before it, which speculators takes", "Export to specforge", code="E710")
+    reads_last = (tool, made_for) != ("specforge", "dflash")
+    if reads_last and made_for not in drafters_of(manifest):
+        found = f"has target rows for {manifest.get('targets', 'loss')} only"
+        reads = DRAFTERS[made_for].reads
+        remedy = f"Produce it with --for {made_for}, or with --targets {reads}"
+        raise CacheError(cache, found, f"{reads}, as the loss of {made_for} reads them", remedy, code="E710")
+
+
+def _refuse_large(cache: Path, stored: NativeShards) -> None:
+    """Raise CacheError for a sample that is too large for an import once every token has its states."""
+    states = len(stored.manifest["aux_layer_ids"]) + 1, stored.manifest["hidden_size"]
+    longest = int(stored.counts[:, 0].max(initial=0))
+    size = longest * row_bytes_of((DTYPES[stored.manifest["dtype"]], states))
+    if size > MAX_INFLATED:
+        found = f"a sample of {longest:,} tokens would have {size:,} bytes with a state for each"
+        raise CacheError(cache, found, f"{MAX_INFLATED:,} at most", "Make the cache of shorter samples", code="E710")
+
+
+def _refuse_bad(cache: Path, manifest: dict[str, Any], index: int, sample: ForeignSample) -> None:
+    """Raise CacheError for states that are not finite, or token ids beyond the target's vocabulary."""
+    parts, sizes = (sample.input_ids, sample.loss_mask, sample.aux, sample.last), ("hidden_size", "target_vocab_size")
+    try:
+        checked_sample(f"sample {index}", *parts, *(manifest[size] for size in sizes))
+    except BadSample as error:
+        remedy = f"Find all damage: {shlex.join(['niels-gpt', 'eagle3', 'verify', str(cache)])}"
+        found = f"{error.name} is {error.reason}: {error.found}"
+        raise CacheError(cache, found, remedy=remedy, code="E701") from error
+
+
+def whole_sample(
+    sample: NativeSample, manifest: dict[str, Any], head: TargetHead | None = None, *, one_dtype: bool
+) -> ForeignSample:
+    """Return a stored sample in memory of its own, with states for every token: zeros where none is stored.
+
+    head: its norm is applied to the last hidden states; float8 becomes the manifest's dtype. one_dtype: all states get
+    the wider dtype of the two.
+    """
+    number, length = DTYPES[manifest["dtype"]], len(sample.loss_mask)
+    aux, last = sample.aux_hidden_states, sample.last_hidden_states
+    if sample.aux_scales is not None:
+        aux = dequantized(aux, sample.aux_scales, number)
+    if head is not None:
+        last = head.normed(last).to(number)
+    if one_dtype:
+        number = torch.promote_types(aux.dtype, last.dtype)
+        aux, last = aux.to(number), last.to(number)
+    return ForeignSample(
+        torch.from_numpy(sample.input_ids.astype("int64")),
+        torch.from_numpy(sample.loss_mask.copy()),
+        _spread(aux, torch.arange(len(aux)), length),
+        _spread(last, torch.from_numpy(sample.positions), length),
+    )
+
+
+def _spread(states: Tensor, positions: Tensor, length: int) -> Tensor:
+    """Return states [length, ...]: the given ones at their positions, zeros elsewhere."""
+    whole = states.new_zeros((length, *states.shape[1:]))
+    whole[positions] = states
+    return whole
+
+
+def _notes(manifest: dict[str, Any], to_post_norm: bool) -> list[str]:
+    notes, enough = list[str](), drafters_of(manifest)
+    if missing := sorted(DRAFTERS.keys() - {*enough}):
+        notes.append(f"for {', '.join(enough)} only: {', '.join(missing)} read states that the cache does not have")
+    if to_post_norm:
+        notes.append("the final norm was applied to the last hidden states")
+    if manifest["aux_dtype"] == "fp8" and manifest["aux_layer_ids"]:
+        notes.append(f"the auxiliary states were dequantized from float8 to {manifest['dtype']}")
+    return notes
+
+
+# --- the folders ------------------------------------------------------------------------------------------------------
+
+
+def _automodel(folder: Path, source: Source) -> AutomodelWriter:
+    """Return the writer of Automodel's DSpark cache. Raises: CacheError E710 for features that the cache lacks."""
+    manifest, cache, links = source.manifest, source.cache, source.follow_links
+    record = read_record(cache, follow_links=links) or {}
+    target = record.get("target") or (eagle3_meta(cache, links) or {}).get("target", {})
+    if not isinstance(target.get("num_layers"), int) or not isinstance(target.get("model_type"), str):
+        found = "does not say how many layers its target has, and of which type it is"
+        raise CacheError(cache, found, "a cache of precompute or of import", code="E710")
+    layers = _features(source, int(target["num_layers"]))
+    dtype = torch.promote_types(DTYPES[manifest["dtype"]], DTYPES.get(manifest["aux_dtype"], DTYPES[manifest["dtype"]]))
+    weights = read_weights(cache, ("embeddings", "lm_head"), follow_links=links)
+    size = manifest["hidden_size"]
+    described = {
+        "target_model": manifest["target_model"],
+        "target_model_type": target["model_type"],
+        "target_vocab_size": manifest["target_vocab_size"],
+        "hidden_size": size,
+        "num_hidden_layers": target["num_layers"],
+        "seq_length": manifest["seq_length"],
+        "dtype": next(name for name, each in DTYPES.items() if each == dtype),
+        "num_samples": source.stored.num_samples,
+        "shard_size": source.shard_size,
+        "target_hidden_dim": size * len(layers),
+        "target_last_hidden_dim": size,
+        "target_layer_ids": layers,
+        "train_data_path": str(manifest.get("input_data") or cache.name),
+        "train_split": manifest.get("split"),
+        "shuffle_seed": int(manifest.get("shuffle_seed") or 0),
+        "mask_reasoning_content": False,
+        "mask_generation_prompt": bool(record),  # the role header of precompute's samples carries no loss
+        "chat_template_sha256": record.get("tokenizer", {}).get("template_sha256") or hashlib.sha256(b"").hexdigest(),
+    }
+    given = {
+        "embed_tokens.weight": weights["embeddings"],
+        "lm_head.weight": weights.get("lm_head", weights["embeddings"]),
+    }
+    return AutomodelWriter(folder, described, given, int(record.get("tokenizer", {}).get("pad_id", 0)))
+
+
+def _features(source: Source, num_layers: int) -> list[int]:
+    """Return the layers of the features. Raises: CacheError E710 for one that the cache lacks."""
+    manifest, last = source.manifest, num_layers - 1
+    blocks, is_whole = manifest["aux_layer_ids"], manifest.get("targets") == "all"
+    layers = source.layers
+    if layers is None:
+        layers = [*blocks, *([last] if manifest.get("made_for") == "dspark" and is_whole else [])]
+    if [layer for layer in layers if layer not in (-1, last)] != blocks or sorted({*layers}) != layers or not layers:
+        found = f"has the outputs of the blocks {blocks}"
+        expected = f"rising layers with just these, not {layers}; {last}, the last, and -1, the embedding, may be added"
+        raise CacheError(source.cache, found, expected, code="E710")
+    if last in layers and not is_whole:
+        found, remedy = "has no last hidden state of every token", "Produce it with --targets all"
+        raise CacheError(source.cache, found, f"them, for the feature of layer {last}", remedy, code="E710")
+    return layers
+
+
+WRITERS: dict[str, Callable[[Path, Source], Any]] = {
+    "specforge": lambda folder, source: SpecForgeWriter(folder, source.stored.num_samples, source.made_for),
+    "speculators": lambda folder, source: SpeculatorsWriter(folder, source.stored.num_samples),
+    "automodel": _automodel,
+}
+"""Tool -> function that begins a folder of it."""
