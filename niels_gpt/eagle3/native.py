@@ -40,14 +40,14 @@ from niels_gpt.eagle3.format.meta import compare_once, fingerprint
 from niels_gpt.eagle3.format.native import NativeSample, dequantize_into
 from niels_gpt.eagle3.format.plan import PLAN_NAME, read_record
 from niels_gpt.eagle3.format.shards import NativeShards, Shards
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, UsageError
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.versions import version_name
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.head import TargetHead
 
-__all__ = ["NativeEagle3Dataset", "NativeSample", "build_native_dataloader", "native_batch"]
+__all__ = ["FIELDS", "NativeEagle3Dataset", "NativeSample", "build_native_dataloader", "native_batch", "token_batch"]
 
 
 Item = TypeVar("Item")
@@ -118,8 +118,17 @@ def loader_of(
     return DataLoader(dataset, collate_fn=collate, **how) if view is None else NativeLoader(view, **how)
 
 
-class NativeEagle3Dataset(CacheReader[NativeSample]):
-    """Reads a native EAGLE-3 cache. An item is one sample as stored: raw and unpadded.
+class NativeEagle3Dataset(CacheReader[Any]):
+    """Reads a native cache. An item is one sample as stored, a NativeSample: raw and unpadded.
+
+    With `fields` an item is a dict of these tensors of the sample's L tokens, in memory of their own:
+
+        input_ids, loss_mask    int64 [L], not shifted
+        aux_hidden_states       [L, K * H] in the stored dtype, bf16 if that is fp8
+        last_hidden             [L, H] in the stored dtype, on the side of the final norm that
+                                manifest["conventions"]["last_hidden"] names; `TargetHead.normed` applies the norm
+
+    States are zeros where the cache has none: see `targets` in docs/formats.md.
 
     Opening checks header, starts and loss bits of every shard. A shard is mapped when it is first read; at most
     `max_open_shards` are mapped at a time. The tensors of an item are views of the map: clone them before you change,
@@ -132,14 +141,16 @@ class NativeEagle3Dataset(CacheReader[NativeSample]):
         self,
         cache_dir: PathLike,
         *,
+        fields: Sequence[str] | None = None,
         max_open_shards: int = 1024,
         follow_links: bool = False,
         expect: Mapping[str, Any] | None = None,
         check: Check = "ends",
         **at_url: Unpack[AtURL],
     ) -> None:
-        """max_open_shards: the kernel allows a process about 65,000 maps.
+        """fields: names of FIELDS; None: items are NativeSamples.
 
+        max_open_shards: the kernel allows a process about 65,000 maps.
         follow_links: read files that are symbolic links, as in a snapshot of the Hugging Face hub; by default they are
             refused.
         expect: an earlier `fingerprint`; opening fails unless the cache still has it.
@@ -147,12 +158,20 @@ class NativeEagle3Dataset(CacheReader[NativeSample]):
             each sample with its checksum when it is first read. At a URL each is compared whenever it is read.
         at_url: local, max_bytes and max_ahead of a cache at a URL, see `niels_gpt.cache.reader.AtURL`.
         Raises: FileNotFoundError; CacheError (a ValueError) E208 for a cache of another form, else naming the file that
-            does not fit the manifest.
+            does not fit the manifest; E710 for `last_hidden` of a cache that has it only where EAGLE-3 reads it;
+            UsageError for an unknown field.
         """
+        if unknown := sorted({*(fields or ())} - {*FIELDS}):
+            raise UsageError(f"fields has {', '.join(unknown)}, expected names of {', '.join(FIELDS)}")
+        self.fields = None if fields is None else tuple(fields)
         cache_dir = local_path(cache_dir, at_url)
         shards = NativeShards.of_cache(cache_dir, max_open_shards, follow_links=follow_links, check=check)
         self._shards: NativeShards
         self._open(shards, expect)
+        if fields is not None and "last_hidden" in fields and self.manifest.get("targets", "loss") == "loss":
+            found, expected = "has target rows for loss only", "reply or all, for `last_hidden` of each token"
+            remedy = "Produce it with --targets reply or --targets all"
+            raise CacheError(self.cache_dir, found, expected, remedy, code="E710")
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -164,8 +183,16 @@ class NativeEagle3Dataset(CacheReader[NativeSample]):
         """The draft's vocabulary: int64 [D], draft id -> target id."""
         return torch.tensor(self.manifest["selected_token_ids"])
 
-    def __getitem__(self, index: int) -> NativeSample:
-        """Return one sample. Raises: IndexError; CacheError."""
+    def __getitem__(self, index: int) -> Any:
+        """Return one sample: a NativeSample, or a dict of `fields`. Raises: IndexError; CacheError."""
+        sample = self.sample(index)
+        if self.fields is None:
+            return sample
+        batch = token_batch([sample], self.fields)
+        return {name: batch[name][0] for name in self.fields}
+
+    def sample(self, index: int) -> NativeSample:
+        """Return one sample as stored. Raises: IndexError; CacheError."""
         position = index + self.num_samples if index < 0 else index
         if not 0 <= position < self.num_samples:
             raise IndexError(index)
@@ -196,8 +223,8 @@ def native_batch(
 
         input_ids, attention_mask, loss_mask   int64 [B, W]; ids are 0 from slot L - 1 on
         position_mask                          bool [B, W, 1]: loss_mask, where the draft knows the target's argmax
-        aux_hidden_states                      [B, W, K * H] in the stored dtype, bf16 if that is fp8; zeros from each
-                                               sample's last target row on, where no loss can reach
+        aux_hidden_states                      [B, W, K * H] in the stored dtype, bf16 if that is fp8; zeros where
+                                               none is stored, as no loss reaches there
         target_slots                           int64 [R]: index into the flattened [B * W] of each slot with loss
         last_hidden_states                     [R, H] in the stored dtype, for `TargetHead`
         log_normalizers, argmax_ids            float32 [R], int64 [R]
@@ -205,15 +232,7 @@ def native_batch(
     Floats are copied once, from the map into the batch; a DataLoader's worker builds the batch in shared memory.
     Raises: ValueError for no samples, samples of several forms, and a sample longer than pad_to.
     """
-    longest = max((len(sample.input_ids) for sample in samples), default=0)
-    width = longest if pad_to is None else pad_to
-    forms = {(s.aux_hidden_states.dtype, s.aux_hidden_states.shape[1:], s.last_hidden_states.dtype) for s in samples}
-    if len(forms) != 1 or longest > width:
-        raise ValueError(
-            f"{len(samples)} samples of {len(forms)} forms, the longest of {longest:,} tokens, expected one form and "
-            f"{width:,} tokens at most"
-        )
-    memory = memory or BatchMemory()
+    width, memory = _width_of(samples, pad_to), memory or BatchMemory()
     ids, masks, slots, rows = _integers(samples, width)
     argmax = torch.cat([sample.argmax_ids[keep] for sample, keep in zip(samples, rows, strict=True)])
     position_mask = torch.zeros(len(samples) * width, dtype=torch.bool)
@@ -229,6 +248,70 @@ def native_batch(
         "log_normalizers": torch.cat([s.log_normalizers[keep] for s, keep in zip(samples, rows, strict=True)]),
         "argmax_ids": argmax,
     }
+
+
+FIELDS = ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden")
+"""The fields of `NativeEagle3Dataset(fields=...)` and `token_batch`."""
+
+
+def token_batch(
+    samples: Sequence[NativeSample],
+    fields: Sequence[str] = FIELDS,
+    *,
+    pad_to: int | None = None,
+    memory: BatchMemory | None = None,
+) -> dict[str, torch.Tensor]:
+    """Collate B samples of one cache to a batch of W slots with a state for each token; nothing is shifted.
+
+    fields: names of FIELDS. pad_to, memory: see `native_batch`.
+    Returns: a dict of the fields, see `NativeEagle3Dataset`, each [B, W] or [B, W, width], and of attention_mask, int64
+        [B, W]. Padding and states that are not stored are zeros.
+    Raises: ValueError for no samples, samples of several forms, and a sample longer than pad_to.
+    """
+    width, memory = _width_of(samples, pad_to), memory or BatchMemory()
+    batch: dict[str, torch.Tensor] = {}
+    integers = np.zeros((3, len(samples), width), np.int64)
+    for row, sample in enumerate(samples):
+        length = len(sample.input_ids)
+        integers[:, row, :length] = sample.input_ids, sample.loss_mask, np.ones(length)
+    ids, loss, attention = torch.from_numpy(integers)
+    held = {"input_ids": ids, "loss_mask": loss}
+    for name in fields:
+        if name in held:
+            batch[name] = held[name]
+        else:
+            batch[name] = (_aux_of if name == "aux_hidden_states" else _last_of_tokens)(samples, width, memory)
+    return {**batch, "attention_mask": attention}
+
+
+def _last_of_tokens(samples: Sequence[NativeSample], width: int, memory: BatchMemory) -> torch.Tensor:
+    """Return the last hidden states [B, W, H]; zeros where none is stored."""
+    stored = samples[0].last_hidden_states
+    batch, is_zero = memory.tensor((len(samples), width, stored.shape[1]), stored.dtype)
+    for row, sample in enumerate(samples):
+        states = sample.last_hidden_states
+        if sample.targets == "all":
+            batch[row, : len(states)] = states
+            if not is_zero:
+                batch[row, len(states) :] = 0
+            continue
+        if not is_zero:
+            batch[row] = 0
+        batch[row].index_copy_(0, torch.from_numpy(sample.positions), states)
+    return batch
+
+
+def _width_of(samples: Sequence[NativeSample], pad_to: int | None) -> int:
+    """Return the slots of a batch. Raises: ValueError; see `native_batch`."""
+    longest = max((len(sample.input_ids) for sample in samples), default=0)
+    width = longest if pad_to is None else pad_to
+    forms = {(s.aux_hidden_states.dtype, s.aux_hidden_states.shape[1:], s.last_hidden_states.dtype) for s in samples}
+    if len(forms) != 1 or longest > width:
+        raise ValueError(
+            f"{len(samples)} samples of {len(forms)} forms, the longest of {longest:,} tokens, expected one form and "
+            f"{width:,} tokens at most"
+        )
+    return width
 
 
 def _aux_of(samples: Sequence[NativeSample], width: int, memory: BatchMemory) -> torch.Tensor:
@@ -335,13 +418,14 @@ def build_native_dataloader(
     num_workers: int = 0,
     distributed: bool = False,
     *,
+    fields: Sequence[str] | None = None,
     pad_to: int | None = None,
     follow_links: bool = False,
     expect: Mapping[str, Any] | None = None,
     check: Check = "ends",
     **at_url: Unpack[AtURL],
 ) -> DataLoader[Any]:
-    """Return a DataLoader over a native cache, with the batches of `native_batch`.
+    """Return a DataLoader over a native cache, with the batches of `native_batch`, or with `fields` of `token_batch`.
 
     shuffle: over all samples of all shards, by torch's global generator; with `distributed` by the sampler's seed and
         `sampler.set_epoch`.
@@ -349,9 +433,13 @@ def build_native_dataloader(
         do not divide evenly. The last batch may be short.
     pad_to: see `native_batch`. follow_links, expect, check, at_url: see `NativeEagle3Dataset`.
     """
-    dataset = NativeEagle3Dataset(cache_dir, follow_links=follow_links, expect=expect, check=check, **at_url)
-    ids, memory = dataset.selected_token_ids, BatchMemory()
-    collate = partial(native_batch, selected_token_ids=ids, pad_to=pad_to, memory=memory)
+    opening: dict[str, Any] = {"follow_links": follow_links, "expect": expect, "check": check}
+    dataset = NativeEagle3Dataset(cache_dir, fields=fields, **opening, **at_url)
+    given: dict[str, Any] = {"pad_to": pad_to, "memory": BatchMemory()}
+    if dataset.fields is None:
+        collate = partial(native_batch, selected_token_ids=dataset.selected_token_ids, **given)
+    else:
+        collate, dataset.fields = partial(token_batch, fields=dataset.fields, **given), None  # it takes whole samples
     return loader_of(dataset, collate, shuffle, distributed, batch_size=batch_size, num_workers=num_workers)
 
 

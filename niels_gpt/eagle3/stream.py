@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from niels_gpt.eagle3.cache import CACHE_KEYS, CachedEagle3Dataset
-from niels_gpt.eagle3.native import BatchMemory, NativeEagle3Dataset, native_batch
+from niels_gpt.eagle3.native import BatchMemory, NativeEagle3Dataset, native_batch, token_batch
 from niels_gpt.sampling.epochs import Epochs, Units
 from niels_gpt.sampling.stream import Numbers, Stream
 from niels_gpt.sampling.stretches import Order
@@ -112,13 +112,21 @@ class Items(Units):
     def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> _LocatedItems:
         return _LocatedItems(self, units)
 
+    def sample(self, number: int) -> Any:
+        """Return a sample for `collate`."""
+        return self.dataset.sample(number) if isinstance(self.dataset, NativeEagle3Dataset) else self.dataset[number]
+
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Return samples as a batch; of none, tensors of 0 rows."""
         if not samples:  # ranks without rows call the model too, and need the form
-            return {name: tensor[:0].clone() for name, tensor in self.collate([self.dataset[0]]).items()}
-        if self._selected is not None:
-            given: dict[str, Any] = {"selected_token_ids": self._selected, "memory": self._memory}
-            return native_batch(samples, pad_to=self.pad_to, **given)
+            return {name: tensor[:0].clone() for name, tensor in self.collate([self.sample(0)]).items()}
+        if isinstance(self.dataset, NativeEagle3Dataset):
+            given: dict[str, Any] = {"pad_to": self.pad_to, "memory": self._memory}
+            if self.dataset.fields is not None:
+                return token_batch(samples, self.dataset.fields, **given)
+            return native_batch(
+                samples, selected_token_ids=self._selected if self._selected is not None else [], **given
+            )
         keys = [key for key in CACHE_KEYS if key in samples[0]]  # target_probs may be left out
         batch: dict[str, Tensor] = default_collate([{key: sample[key] for key in keys} for sample in samples])
         return batch
@@ -134,7 +142,7 @@ class _LocatedItems:
         if first + count > self._next_plan:
             planned = dataset.will_read(self._units[first:].tolist(), count)
             self._next_plan = first + max(count, planned // 2)
-        return _Read(self._items, [dataset[unit] for unit in self._units[first : first + count].tolist()])
+        return _Read(self._items, [self._items.sample(unit) for unit in self._units[first : first + count].tolist()])
 
 
 class _Read:
@@ -181,7 +189,8 @@ class Eagle3Stream(Stream[Eagle3Batch]):
         """Serve the samples of an open cache.
 
         dataset: a CachedEagle3Dataset gives batches of CACHE_KEYS, each [B, S, ...]; a NativeEagle3Dataset gives the
-            batches of `native_batch`. target_probs are made by the dataset, a sample at a time and on its `device`.
+            batches of `native_batch`, with `fields` those of `token_batch`. target_probs are made by the dataset, a
+            sample at a time and on its `device`.
         global_batch_size, epochs, drop_last: see `EpochStream`. A rank without rows gets tensors of 0 rows.
         pad_to: slots of a batch of a NativeEagle3Dataset; None: the tokens of its longest sample.
         order: "shards": shards in a random order, and samples of open_shards of them at a time, shuffled; for a cache
