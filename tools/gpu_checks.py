@@ -598,7 +598,7 @@ def check_speculators(run: Run) -> None:
     from speculators.train.trainer import Trainer, TrainerConfig
     from transformers import LlamaConfig
 
-    from niels_gpt.trainers.speculators import Eagle3Rows
+    from niels_gpt.trainers.speculators import DraftRows
 
     vocab, hidden = 640, 128
     sizes = {"hidden_size": hidden, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 2}
@@ -609,7 +609,7 @@ def check_speculators(run: Run) -> None:
     make_target_cache(cache, rows, lambda _: copy.deepcopy(target).to(torch.bfloat16), **given)
 
     def trained(name: str, epochs: int) -> Tensor:
-        data = Eagle3Rows(cache, 256)
+        data = DraftRows(cache, 256)
         torch.manual_seed(0)
         layer = LlamaConfig.from_pretrained(run.folder / "target", num_hidden_layers=1)
         how: dict[str, Any] = {"verifier_name_or_path": str(run.folder / "target"), "norm_before_residual": True}

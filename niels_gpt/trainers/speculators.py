@@ -1,11 +1,12 @@
-"""speculators: `Eagle3Rows`, the dataset of its loaders, over a native EAGLE-3 cache, without an export.
+"""speculators: `DraftRows`, the dataset of its loaders, over a native cache, without an export.
 
 speculators' own dataset reads one file a sample. This one has the class, rows and lengths of that one over an export of
 the same cache, bit for bit, so speculators' batch sampler, shift, collate function, model and trainer work as they are,
 and resume as they do: the sampler skips the batches that a checkpoint counts. Nothing in such a checkpoint names the
 data: keep `fingerprint` beside it, and pass it as `expect`.
 
-A native cache lacks states that no loss of EAGLE-3 reads; they are zeros here, as in an export.
+States that a cache lacks are zeros here, as in an export. A cache is refused unless it has every state that the loss of
+the kind of draft reads (format/drafters.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from speculators.models.eagle3.data import shift_batch
+from speculators.models.mtp.data import shift_batch_mtp
 from speculators.train.data import BaseDataset
 from speculators.train.dataloader import _setup_dataloader
 from torch import Tensor
@@ -25,8 +27,11 @@ from niels_gpt.eagle3.exchange.export import refuse_for, whole_sample
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 from niels_gpt.storage.errors import UsageError
 
+_SHIFTS = {"eagle3": shift_batch, "peagle": shift_batch, "mtp": shift_batch_mtp}
+"""Kind of draft -> the shift of its samples, as in speculators.train.cli; dflash and dspark have none."""
 
-class Eagle3Rows(BaseDataset):
+
+class DraftRows(BaseDataset):
     """The samples of a native cache as speculators reads them. May be pickled, for workers of any start method.
 
     A row of L tokens, K layers and hidden size H is a dict, not shifted: `hidden_states` [L, K * H] and
@@ -42,19 +47,25 @@ class Eagle3Rows(BaseDataset):
         *,
         split: str = "train",
         train_ratio: float = 1.0,
+        made_for: str | None = None,
         hidden_states_dtype: torch.dtype = torch.bfloat16,
         **opening: Any,
     ) -> None:
         """Open a cache.
 
         max_len, hidden_states_dtype: as speculators' datasets have them: tokens of a batch, dtype of its states.
+        made_for: the kind of draft: eagle3, peagle, dflash, dspark or mtp; None: the one that the cache was made for, else
+            eagle3. It decides the shift of `loader`.
         split, train_ratio: "train" has the first int(samples * train_ratio) samples, "val" the others.
         opening: of NativeEagle3Dataset, such as expect, check, and local for a URL.
-        Raises: UsageError for an empty or unknown split; CacheError E710 for last hidden states after the final norm,
-            which speculators' model would apply again; what NativeEagle3Dataset raises.
+        Raises: UsageError for an empty or unknown split; CacheError E710 for a cache that lacks states for such a draft,
+            and for last hidden states after the final norm, which speculators' model would apply again; what
+            NativeEagle3Dataset raises.
         """
         self.cache = NativeEagle3Dataset(cache_dir, **opening)
-        refuse_for("speculators", Path(self.cache.cache_dir), self.cache.manifest, "eagle3")
+        manifest = self.cache.manifest
+        self.made_for: str = made_for or manifest.get("made_for", "eagle3")
+        refuse_for("speculators", Path(self.cache.cache_dir), manifest, self.made_for)
         total = len(self.cache)
         middle = int(total * train_ratio)
         self._numbers = {"train": range(middle), "val": range(middle, total)}.get(split, range(0))
@@ -74,13 +85,13 @@ class Eagle3Rows(BaseDataset):
         return [block + 1 for block in self.cache.manifest["aux_layer_ids"]]
 
     def loader(self, **how: Any) -> DataLoader[dict[str, Any]]:
-        """Return the DataLoader that speculators makes of its own datasets, for this rank and EAGLE-3.
+        """Return the DataLoader that speculators makes of its own datasets, for this rank and kind of draft.
 
         how: num_workers (12), prefetch_factor (4), seed (0) and max_batches, as in speculators. Batches have `max_len`
         tokens: a longer sample is cut there, with a warning; samples at the end of an epoch may be left out.
         """
         layers = len(self.target_layer_ids)
-        how |= {"num_target_layers": layers, "preprocess": shift_batch}
+        how |= {"num_target_layers": layers, "preprocess": _SHIFTS.get(self.made_for)}
         loader: DataLoader[dict[str, Any]] = _setup_dataloader(self, self.max_len, self.hidden_size, **how)
         return loader
 
@@ -120,3 +131,7 @@ class Eagle3Rows(BaseDataset):
             "verifier_last_hidden_states": sample.last,
             "loss_mask": sample.loss_mask.to(torch.int64),
         }
+
+
+Eagle3Rows = DraftRows
+"""Its earlier name."""

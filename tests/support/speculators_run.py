@@ -17,9 +17,9 @@ def both(cache, folder, **split):
     """Return the rows and lengths of our dataset, copied by pickle, and of speculators' own over an export."""
     from speculators.train.data import ArrowDataset
 
-    from niels_gpt.trainers.speculators import Eagle3Rows
+    from niels_gpt.trainers.speculators import DraftRows
 
-    ours = pickle.loads(pickle.dumps(Eagle3Rows(cache, 64, **split)))
+    ours = pickle.loads(pickle.dumps(DraftRows(cache, 64, **split)))
     theirs = ArrowDataset(64, folder, on_missing="raise", **split)
     return [([each[number] for number in range(len(each))], each.approx_lengths) for each in (ours, theirs)]
 
@@ -27,10 +27,10 @@ def both(cache, folder, **split):
 def errors(cache, **opening):
     """Return the code and the text of what opening a cache raises."""
     from niels_gpt.storage.errors import CodedError
-    from niels_gpt.trainers.speculators import Eagle3Rows
+    from niels_gpt.trainers.speculators import DraftRows
 
     try:
-        Eagle3Rows(cache, 64, **opening)
+        DraftRows(cache, 64, **opening)
     except CodedError as error:
         return error.code, str(error)
     return None
