@@ -1,6 +1,7 @@
-"""Train a two-layer DFlash draft on a native cache, or on the running target, and print the losses.
+r"""Train a two-layer DFlash draft on a native cache, or on the running target, and print the losses.
 
-    niels-gpt eagle3 precompute --target-model MODEL --input-data CHATS --output-dir targets --format native --for dflash
+    niels-gpt eagle3 precompute --target-model MODEL --input-data CHATS --output-dir targets --format native \
+        --for dflash
     python examples/train_dflash_draft.py targets
     python examples/train_dflash_draft.py targets --live MODEL
 
@@ -69,7 +70,7 @@ class Draft(nn.Module):
     """A DFlash draft with the target's embeddings and lm_head, which stay as they are."""
 
     def __init__(self, weights: Batch, layers: int, *, depth: int = 2, block: int = 8, mask_id: int = 0) -> None:
-        """weights: of the cache. layers: K, blocks of the target. depth: layers. mask_id: the token of unknown slots."""
+        """weights: of the cache. layers: K, of the target. depth: layers. mask_id: the token of unknown slots."""
         super().__init__()
         embeddings = weights["embeddings"].float()
         width = embeddings.shape[1]

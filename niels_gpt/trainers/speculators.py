@@ -54,12 +54,12 @@ class DraftRows(BaseDataset):
         """Open a cache.
 
         max_len, hidden_states_dtype: as speculators' datasets have them: tokens of a batch, dtype of its states.
-        made_for: the kind of draft: eagle3, peagle, dflash, dspark or mtp; None: the one that the cache was made for, else
-            eagle3. It decides the shift of `loader`.
+        made_for: the kind of draft: eagle3, peagle, dflash, dspark or mtp; None: the one that the cache was made for,
+            else eagle3. It decides the shift of `loader`.
         split, train_ratio: "train" has the first int(samples * train_ratio) samples, "val" the others.
         opening: of NativeEagle3Dataset, such as expect, check, and local for a URL.
-        Raises: UsageError for an empty or unknown split; CacheError E710 for a cache that lacks states for such a draft,
-            and for last hidden states after the final norm, which speculators' model would apply again; what
+        Raises: UsageError for an empty or unknown split; CacheError E710 for a cache that lacks states for such a
+            draft, and for last hidden states after the final norm, which speculators' model would apply again; what
             NativeEagle3Dataset raises.
         """
         self.cache = NativeEagle3Dataset(cache_dir, **opening)

@@ -308,7 +308,7 @@ niels-gpt eagle3 export CACHE OUT --to automodel""",
     type=click.Choice(_KINDS),
     help="the kind of draft; if not given the one that the cache was made for, else eagle3, of automodel dspark",
 )
-@option("--layers", metavar="IDS", help="with automodel: layers of the features, such as 1,9,17,25,35")
+@option("--layers", metavar="IDS", help="with automodel: layers of the features, such as 1,10,18,26,35")
 @option("--shard-size", type=click.IntRange(1), default=256, metavar="N", help="with automodel: samples in a shard")
 def export(cache: Path, out: Path, follow_links: bool, tool: str, layers: str | None, **how: Any) -> Result:
     """Export a cache."""
