@@ -196,23 +196,23 @@ class Settings:
     )
     eagle3_made_for: str | None = _setting(
         None,
-        "kind of draft that a native cache is for, which decides its layers and target rows if they are not named: "
-        "eagle3, peagle, dflash, dspark or mtp (default: eagle3)",
+        "draft that a native cache is for: eagle3, peagle, dflash, dspark or mtp; decides its layers and target rows, "
+        "unless they are named (default: eagle3)",
     )
     eagle3_aux_layers: str | None = _setting(
         None,
         "layers of the target that a draft sees: eagle3 (1, n/2-1 and n-4 of n), dflash:N or dspark:N (N evenly "
-        "spaced), none, or numbers from 0 such as 1,15,28; formats 1 and 2 have three (default: as the kind of draft "
-        "has them)",
+        "spaced), none, or numbers from 0 such as 1,15,28; formats 1 and 2 have three (default: as the draft reads "
+        "them)",
     )
     eagle3_target_rows: str | None = _setting(
         None,
-        "tokens whose last hidden state a native cache stores: loss (as EAGLE-3 needs them), reply (also the token "
-        "before each reply), or all (default: as the kind of draft needs them)",
+        "tokens whose last hidden state a native cache stores: loss (as EAGLE-3 reads them), reply (also the token "
+        "before each reply) or all (default: as the draft reads them)",
     )
-    eagle3_topk: int = _setting(0, "largest probabilities kept for a token, rescaled to sum to 1; 0: all", least=0)
+    eagle3_topk: int = _setting(0, "largest probabilities kept for a token, scaled to sum to 1; 0: all", least=0)
     eagle3_shard_size: int = _setting(256, "samples in a shard, a file of the cache", least=1)
-    eagle3_dtype: str = _setting("bf16", "dtype of the stored hidden states and probabilities: bf16, fp16 or fp32")
+    eagle3_dtype: str = _setting("bf16", "dtype of stored states and probabilities: bf16, fp16 or fp32")
     eagle3_batch_size: int = _setting(4, "most samples in one forward pass of the target", least=1)
     eagle3_device: str | None = _setting(
         None, "where the target runs: cpu or cuda; none: cuda if available. It never causes a rebuild"
@@ -228,8 +228,8 @@ class Settings:
     )
     eagle3_quantization: str | None = _setting(
         None,
-        "quantize the weights as they are loaded: torchao:int8wo, torchao:float8wo, bitsandbytes:8bit "
-        "or bitsandbytes:4bit (default: no)",
+        "quantize weights as they load: torchao:int8wo, torchao:float8wo, bitsandbytes:8bit or bitsandbytes:4bit "
+        "(default: no)",
     )
     eagle3_load_dtype: str | None = _setting(
         None, "dtype of the weights in memory; a block is cast as it runs: bf16, fp16 or fp32 (default: as it computes)"

@@ -6,7 +6,7 @@ two, and hard links to every other file; its bytes equal a cache that precompute
 Version 1 or 2 is for tools that read nothing else, and takes three times the bytes, ten times with padding. The
 target's head computes distributions where loss_mask is 1, where a draft is trained. A sample's other slots get a
 uniform distribution, as version 1 has after a last token, and the hidden states after the last slot with loss are
-zeros: a native cache stores neither, and no loss depends on them.
+zeros, also where a cache of all target rows stores them: no loss depends on them.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from niels_gpt.eagle3.format.manifest import (
     write_manifest,
 )
 from niels_gpt.eagle3.format.meta import eagle3_meta, write_meta
+from niels_gpt.eagle3.format.native import target_positions
 from niels_gpt.eagle3.format.plan import CONVERTED_FROM, TargetPlan, make_plan, open_plan, read_record
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
@@ -227,7 +228,10 @@ class DenseConversion:
         native, layers = self._view.manifest, len(self._view.manifest["aux_layer_ids"])
         if layers != NUM_AUX_LAYERS:
             found = f"{layers} auxiliary layers; versions 1 and 2 have {NUM_AUX_LAYERS}"
-            remedy = "Run precompute with --format 1 or --format 2, which store the layers of EAGLE-3"
+            remedy = (
+                "Run precompute with --format 1 or 2, without --for, --targets and --aux-layers: these forms have the "
+                "layers of EAGLE-3"
+            )
             raise CacheError(manifest_path(cache_dir), found, remedy=remedy, code="E710")
         kept = ("target_model", "target_vocab_size", "draft_vocab_size", "seq_length", "dtype", "aux_layer_ids")
         sizes = {"shard_size": shard_size, "aux_hidden_dim": NUM_AUX_LAYERS * native["hidden_size"]}
@@ -328,6 +332,9 @@ class DenseConversion:
         view = self._view
         sample = view.dataset[index]
         batch = view.collate([sample])
+        batch["aux_hidden_states"][0, int(target_positions(sample.loss_mask).max(initial=0)) :] = (
+            0  # as in the docstring
+        )
         size, dtype = self.manifest["draft_vocab_size"], DTYPES[self.manifest["dtype"]]
         probs = torch.full((length, size), 1 / size, dtype=dtype)
         slots, normalizers, masses = batch["target_slots"], batch["log_normalizers"], []

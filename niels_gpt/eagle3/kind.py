@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from niels_gpt.eagle3.format.drafters import rows_text
 from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
 from niels_gpt.kinds.files import Record
 from niels_gpt.kinds.kind import CHECK_RECORDS, CHECKED_RECORDS, Cache, Card, Held, Kind, Limits, Page, Rows, Sealed
@@ -44,7 +45,7 @@ def _of_targets(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "target", ", ".join(str(each) for each in (manifest["target_model"], target.get("revision")) if each)
     yield "outputs of the target's blocks", ", ".join(str(int(layer)) for layer in manifest["aux_layer_ids"]) or "none"
     if _is_native(meta):
-        yield "last hidden states of the tokens", str(manifest.get("targets", "loss"))
+        yield "target rows", rows_text(manifest)
     yield "draft's tokens", f"{int(manifest['draft_vocab_size']):,} of {int(manifest['target_vocab_size']):,}"
     yield from ((name.replace("_", " "), f"{int(number):,}") for name, number in sorted(meta["totals"].items()))
     if meta.get("kept_mass") is not None:

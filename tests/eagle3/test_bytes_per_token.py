@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from support import eagle3_runs as small
 from support.commands import niels_gpt
-from support.eagle3_runs import EAGLE3, FP8, NATIVE, TOPK, estimated, planned
+from support.eagle3_runs import ALL, EAGLE3, FP8, MTP, NATIVE, REPLY, TOPK, estimated, planned
 
 from niels_gpt.recipes.records import Outcome
 
@@ -26,8 +26,16 @@ def formula(form, shards, k):
 
 @pytest.mark.parametrize(
     ("form", "changed", "k"),
-    [("native", NATIVE, 3), ("fp8", FP8, 4), ("version 1", {}, 0), ("version 2", TOPK, 4)],
-    ids=["native", "fp8", "version 1", "version 2"],
+    [
+        ("native", NATIVE, 3),
+        ("native", REPLY, 3),
+        ("native", MTP, 0),
+        ("fp8", FP8, 4),
+        ("fp8", ALL, 4),
+        ("version 1", {}, 0),
+        ("version 2", TOPK, 4),
+    ],
+    ids=["native", "reply", "no block", "fp8", "all", "version 1", "version 2"],
 )
 def test_it_is_one_number_everywhere(tmp_path, form, changed, k):
     from pipelines.metadata import materialize_result
@@ -38,6 +46,9 @@ def test_it_is_one_number_everywhere(tmp_path, form, changed, k):
     number = json.loads((folder / "meta.json").read_bytes())["bytes_per_token"]
     assert number == before.bytes_per_token == eagle3("stats", folder, "--json").json["bytes_per_token"]
     assert re.search(rf"^bytes a token +{number:,.1f}\b", eagle3("stats", folder).out, re.MULTILINE)
+    if "targets" in changed:
+        rule, kinds = changed["targets"], ", ".join(changed["enough_for"])
+        assert f" of the tokens), {rule}: enough for {kinds} bytes " in " ".join(eagle3("stats", folder).out.split())
     outcome = Outcome("eagle3/targets", folder, meta, False, 1.0, None, "f" * 64)
     assert materialize_result(outcome).metadata["bytes_per_token"].value == number
 

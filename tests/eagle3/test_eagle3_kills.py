@@ -65,7 +65,11 @@ def cut_everywhere(recorded, folder, models, seeds):
         disk.apply(recorded.trace[number : number + 1])
 
 
-@pytest.mark.parametrize("form", [{}, pytest.param(small.NATIVE, marks=pytest.mark.slow)], ids=["dense", "native"])
+@pytest.mark.parametrize(
+    "form",
+    [{}, *(pytest.param(form, marks=pytest.mark.slow) for form in (small.NATIVE, small.ALL))],
+    ids=["dense", "native", "all"],
+)
 def test_a_run_ends_with_the_same_bytes_wherever_it_was_cut(folder, form):
     recorded = Recorded(folder, **form)
     assert len(recorded.trace) > 80
@@ -73,7 +77,7 @@ def test_a_run_ends_with_the_same_bytes_wherever_it_was_cut(folder, form):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("form", [{}, small.TOPK, small.FP8], ids=["dense", "topk", "fp8"])
+@pytest.mark.parametrize("form", [{}, small.TOPK, small.FP8, small.ALL], ids=["dense", "topk", "fp8", "all"])
 def test_a_run_ends_with_the_same_bytes_wherever_it_was_cut_by_any_model(folder, form):
     cut_everywhere(Recorded(folder, **form), folder, dict.fromkeys(MODELS, 1), seeds=5 if LONG else 2)
 

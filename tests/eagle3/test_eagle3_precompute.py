@@ -25,7 +25,7 @@ FLAGS = """
 --target-probs-topk --batch-size --max-batch-tokens --shard-size --dtype --format --aux-layers --workers --lock
 --partitions --partition
 --aux-dtype --shard-bytes --resume --dry-run --device --compute-dtype --chat-template --show --attention --threads
---limit --document-start --device-map --max-memory --quantization --load-dtype --tensor-parallel
+--limit --document-start --device-map --for --targets --max-memory --quantization --load-dtype --tensor-parallel
 """
 KEYS = """
 format_version target_model target_vocab_size draft_vocab_size seq_length dtype num_samples shard_size aux_hidden_dim

@@ -13,7 +13,12 @@ from support import eagle3_runs
 
 FORMS = {"dense": {}, "topk": eagle3_runs.TOPK}
 """The forms of a cache of version 1 or 2, as `eagle3_runs.plan` takes them."""
-NATIVE_FORMS = {"native": eagle3_runs.NATIVE, "fp8": eagle3_runs.FP8}
+NATIVE_FORMS = {
+    "native": eagle3_runs.NATIVE,
+    "fp8": eagle3_runs.FP8,
+    "reply": eagle3_runs.REPLY,
+    "all": eagle3_runs.ALL,
+}
 ALL_FORMS = {**FORMS, **NATIVE_FORMS}
 
 

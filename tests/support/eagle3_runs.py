@@ -63,6 +63,20 @@ def load_bf16(device):
     return copy.deepcopy(load(torch.device("cpu"))).to(device, torch.bfloat16)
 
 
+def target_rows(mask, targets="loss"):
+    """Return the positions of a sample's target rows, as docs/formats.md has them."""
+    at = [t for t in range(1, len(mask)) if mask[t] or mask[t - 1]]
+    if targets == "reply":
+        at = sorted({*at, *([0] * bool(mask[0])), *(t for t in range(len(mask) - 1) if mask[t + 1])})
+    return [*range(len(mask))] if targets == "all" else at
+
+
+def rows_of(mask, targets="loss"):
+    """Return a sample's numbers of tokens, auxiliary rows and target rows, as docs/formats.md has them."""
+    at = target_rows(mask, targets)
+    return len(mask), len(mask) if targets == "all" else max(at, default=0), len(at)
+
+
 def manifest(**changed):
     """Return a manifest of version 1, or what is asked for, without what the plan and the target add to it."""
     made = {
@@ -85,6 +99,10 @@ def manifest(**changed):
 TOPK = {"format_version": 2, "target_probs_topk": 4}
 NATIVE = {"format_version": "native-1", "hidden_size": HIDDEN, "aux_dtype": "bf16", "shard_bytes": 8192}
 FP8 = {**NATIVE, "aux_dtype": "fp8", "aux_layer_ids": [5, 0, 2, 7], "dtype": "fp32"}
+REPLY = {**NATIVE, "targets": "reply", "enough_for": ["dflash", "dspark", "eagle3", "peagle"]}
+ALL = {**FP8, "targets": "all", "enough_for": ["dflash", "dspark", "eagle3", "mtp", "peagle"], "made_for": "dspark"}
+ALL["shard_bytes"] = 10_000
+MTP = {**NATIVE, "aux_layer_ids": [], "targets": "all", "enough_for": ["mtp"]}
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def forked(folder, workers, *, seed, in_parts=False):
     try:
         os.setpgid(0, 0)
         samples = small.samples_of(COUNT, seed=seed)
-        form = ({}, small.TOPK, small.NATIVE, small.FP8)[seed % 4]
+        form = ({}, small.TOPK, small.NATIVE, small.FP8, small.REPLY, small.ALL)[seed % 6]
         plan = small.plan(samples, **form)
         if in_parts and workers > 1:
             for number in range(workers):
@@ -136,7 +136,8 @@ def command(folder):
     chats_of = [[{"role": role, "content": text} for role, text in chat.items()] for chat in turns]
     chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats_of))
     forms = ["--shard-size 4", "--shard-size 4 --target-probs-topk 8", "--format native --shard-bytes 60000"]
-    return lambda number: partial(commanded, target=target, chats=chats, form=forms[number % 3].split())
+    forms += ["--format native --shard-bytes 60000 --for dspark"]
+    return lambda number: partial(commanded, target=target, chats=chats, form=forms[number % 4].split())
 
 
 def main():

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from niels_gpt.commands.console import ExitCode, Result, argument, option, progress_bar, say, tell
 from niels_gpt.commands.eagle3.shared import PATH, command, of_cache
 from niels_gpt.display.bar import LINE_EVERY_S
+from niels_gpt.recipes.eagle3.options import DRAFTERS, TARGETS
 from niels_gpt.storage.errors import UsageError
 from niels_gpt.storage.meta_json import printable
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 GROWING = ("specforge", "speculators")
 """Tools whose folders `watch` takes while they grow."""
 TOOLS = (*GROWING, "automodel")
-_KINDS = ("eagle3", "peagle", "dflash", "dspark", "mtp")
 
 
 _OF_IMPORT = (
@@ -59,7 +59,7 @@ _OF_IMPORT = (
     ),
     option(
         "--targets",
-        type=click.Choice(["loss", "reply", "all"]),
+        type=click.Choice(TARGETS),
         help="tokens whose last hidden state is kept; if not given loss, of automodel all",
     ),
     option(
@@ -305,7 +305,7 @@ niels-gpt eagle3 export CACHE OUT --to automodel""",
 @option(
     "--for",
     "made_for",
-    type=click.Choice(_KINDS),
+    type=click.Choice(DRAFTERS),
     help="the kind of draft; if not given the one that the cache was made for, else eagle3, of automodel dspark",
 )
 @option("--layers", metavar="IDS", help="with automodel: layers of the features, such as 1,10,18,26,35")

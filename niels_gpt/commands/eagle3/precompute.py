@@ -142,7 +142,7 @@ def _hint_at_threads(workers: int, run: dict[str, Any]) -> None:
 
 
 def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
-    from niels_gpt.eagle3.format.drafters import drafters_of
+    from niels_gpt.eagle3.format.drafters import rows_text
     from niels_gpt.eagle3.partitions import part_text
 
     manifest = prepared.plan.manifest
@@ -160,8 +160,8 @@ def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
     if prepared.plan.is_native:
         blocks = ", ".join(map(str, manifest["aux_layer_ids"]))
         layers = f"{manifest['aux_dtype']} of the blocks {blocks}, " if blocks else ""
-        rows = f"{manifest['dtype']} of the last one for {manifest.get('targets', 'loss')}"
-        say(f"native form, {layers}{rows}, {draft}; enough for {', '.join(drafters_of(manifest))}")
+        say(f"native form, {layers}{manifest['dtype']} of the last one, {draft}")
+        say(f"target rows {rows_text(manifest)}")
     else:
         topk = manifest.get("target_probs_topk") or "all"
         say(f"format version {manifest['format_version']}, {manifest['dtype']}, {draft}, probabilities kept: {topk}")
@@ -266,7 +266,7 @@ PRECOMPUTE = _Precompute(
     "precompute",
     callback=_precompute,
     params=[
-        *flags_of(Options, "print sizes and free space, and stop; exit code 1 if it does not fit"),
+        *flags_of(Options, "print sizes and free space, and stop; exit code 1: it does not fit"),
         Option(["--part"], metavar="i/N", hidden=True, help="the earlier name: --partitions N --partition i - 1"),
     ],
     help="Run a large model over chats once, and store its outputs for training EAGLE-3 drafts.\n\n"

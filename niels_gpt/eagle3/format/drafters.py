@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from niels_gpt.eagle3.format.native import TARGETS
+TARGETS = ("loss", "reply", "all")
+"""Which target rows a cache stores; each has the rows of the ones before it."""
 
 
 class Drafter(NamedTuple):
@@ -65,3 +66,8 @@ def manifest_keys(targets: str, layers: Collection[int], made_for: str | None = 
 def drafters_of(manifest: Mapping[str, Any]) -> list[str]:
     """Return the kinds of drafts for which a native cache is enough, sorted."""
     return enough_for(manifest.get("targets", "loss"), manifest["aux_layer_ids"])
+
+
+def rows_text(manifest: Mapping[str, Any]) -> str:
+    """Return which target rows a native cache has, and for which kinds of drafts they are enough."""
+    return f"{manifest.get('targets', 'loss')}: enough for {', '.join(drafters_of(manifest))}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.format.drafters import drafters_of
+from niels_gpt.eagle3.format.drafters import DRAFTERS, TARGETS, drafters_of
 from niels_gpt.eagle3.format.layout import (
     AUX_DTYPES,
     DTYPES,
@@ -22,7 +22,6 @@ from niels_gpt.eagle3.format.layout import (
     read_file,
     shard_path,
 )
-from niels_gpt.eagle3.format.native import TARGETS
 from niels_gpt.eagle3.format.watched import unfinished_text
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError, NotFound
@@ -65,10 +64,10 @@ _KEYS: dict[str, tuple[str, tuple[Any, ...] | None, tuple[Any, ...] | None]] = {
     "head.tied": ("true or false", None, _FREE),
     "head.compute_dtype": ("a text", None, ("bf16", "fp32")),
 }
-_OPTIONAL = {"targets": TARGETS, "made_for": ("dflash", "dspark", "mtp", "peagle")}
-"""Keys that only some native manifests have -> the texts that each may be."""
 """Key -> its type; least and most of it, or of each number of a list, or the texts that it may be: in versions 1 and 2,
 which may lack it, and in the native form, which has every key with such an entry."""
+_OPTIONAL = {"targets": TARGETS[1:], "made_for": tuple(sorted(DRAFTERS.keys() - {"eagle3"}))}
+"""Keys that only some native manifests have -> the texts that each may be."""
 _OF_A_CACHE = (SIDECAR, EMBEDDINGS_NAME)
 PRODUCE_AGAIN = "Produce the cache again: niels-gpt eagle3 precompute"
 
@@ -252,14 +251,17 @@ def _check_native(manifest: Mapping[str, Any], path: str) -> None:
     for key, texts in _OPTIONAL.items():
         if key in manifest and manifest[key] not in texts:
             raise _refuse(path, key, manifest[key], f"one of {', '.join(texts)}, or no such key")
-    targets = manifest.get("targets", "loss")
     for key, below in {"aux_layer_ids": 2**31, "selected_token_ids": manifest["target_vocab_size"]}.items():
         ids = manifest[key] or []
-        may_be_empty = key == "aux_layer_ids" and targets == "all"  # a draft of MTP reads no other state
+        may_be_empty = (
+            key == "aux_layer_ids" and manifest.get("targets") == "all"
+        )  # a draft of MTP reads no other state
         if not (ids or may_be_empty) or max(ids, default=0) >= below or len({*ids}) != len(ids):
             raise _refuse(path, key, manifest[key], f"a list of different integers from 0 to {below - 1}")
-    if "enough_for" in manifest and manifest["enough_for"] != (kinds := drafters_of(manifest)):
-        raise _refuse(path, "enough_for", manifest["enough_for"], f"{kinds}, by targets and aux_layer_ids")
+    kinds = drafters_of(manifest) if "targets" in manifest else None
+    if (stated := manifest.get("enough_for")) != kinds:
+        expected = f"{kinds}, by targets and aux_layer_ids" if kinds else "no such key without targets"
+        raise _refuse(path, "enough_for", stated, expected)
     if len(manifest["selected_token_ids"]) != manifest["draft_vocab_size"]:
         raise _refuse(path, "draft_vocab_size", manifest["draft_vocab_size"], "the length of selected_token_ids")
     head = manifest["head"]

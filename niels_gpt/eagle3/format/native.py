@@ -44,8 +44,6 @@ from niels_gpt.eagle3.format.layout import (
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
 
-TARGETS = ("loss", "reply", "all")
-"""Which target rows a cache stores; each has the rows of the ones before it."""
 Counts = NDArray[np.int64]
 """Tokens, auxiliary rows and target rows of each sample: int64 [n, 3], from `row_counts`."""
 STARTS = ("token_starts", "aux_starts", "row_starts")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from niels_gpt.display.numbers import count_text, size_text
-from niels_gpt.eagle3.format.drafters import drafters_of
+from niels_gpt.eagle3.format.drafters import rows_text
 from niels_gpt.eagle3.format.layout import SIDECAR, shard_path
 from niels_gpt.eagle3.format.manifest import is_native
 from niels_gpt.eagle3.format.plan import PLAN_NAME
@@ -138,7 +138,7 @@ def _native_form(about: dict[str, Any]) -> tuple[str, str, tuple[str, str], tupl
         f"{manifest['format_version']}, auxiliary states in {manifest['aux_dtype']}, last hidden states in "
         f"{manifest['dtype']}, {_NORMS[manifest['conventions']['last_hidden']]}",
         f"at most {manifest['seq_length']:,} tokens, {size_text(manifest['shard_bytes'])} a shard",
-        ("target rows", f"{manifest.get('targets', 'loss')}: enough for {', '.join(drafters_of(manifest))}"),
+        ("target rows", rows_text(manifest)),
         ("head", f"{', '.join(parts)}; computed in {head['compute_dtype']}"),
     )
 

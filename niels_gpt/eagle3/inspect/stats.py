@@ -16,6 +16,7 @@ from torch import Tensor
 
 from niels_gpt.display.numbers import count_text, number_of, size_text
 from niels_gpt.display.pictures import new_figure, plain_axes, png, set_title
+from niels_gpt.eagle3.format.drafters import drafters_of, rows_text
 from niels_gpt.eagle3.format.layout import shard_path
 from niels_gpt.eagle3.inspect.forms import DenseCache, NativeCache, open_cache
 from niels_gpt.eagle3.inspect.opened import AUX, PROBS, VALUES, refuse_malformed
@@ -272,6 +273,8 @@ def _native_sizes(cache: NativeCache, counts: NDArray[np.int64]) -> tuple[dict[s
     sizes = {
         "aux_rows": aux_rows,
         "aux_share": per_token[0],
+        "targets": cache.manifest.get("targets", "loss"),
+        "enough_for": drafters_of(cache.manifest),
         "target_rows": target_rows,
         "target_share": per_token[1],
         "aux_dtype": dtype,
@@ -283,7 +286,7 @@ def _native_sizes(cache: NativeCache, counts: NDArray[np.int64]) -> tuple[dict[s
     shown = ", ".join(f"{name} {size:,.1f}" for name, size in by_group.items() if size)
     return sizes, [
         ("auxiliary rows", f"{count_text(aux_rows)} ({per_token[0]:.1%} of the tokens){_FP8 * (dtype == 'fp8')}"),
-        ("target rows", f"{count_text(target_rows)} ({per_token[1]:.1%} of the tokens)"),
+        ("target rows", f"{count_text(target_rows)} ({per_token[1]:.1%} of the tokens), {rows_text(cache.manifest)}"),
         ("bytes a token", f"{per_token[2]:,.1f}: {shown}"),
         *_disk_rows(disk, ""),
         ("size of the weights", f"{size_text(weights)}, once"),

@@ -31,6 +31,10 @@ _NATIVE, _DENSE = ("native",), ("1", "2")
 """Forms of a cache."""
 _SCHEMES = ("torchao:int8wo", "torchao:float8wo", "bitsandbytes:8bit", "bitsandbytes:4bit")
 """The keys of placement.SCHEMES."""
+DRAFTERS = ("eagle3", "peagle", "dflash", "dspark", "mtp")
+"""The keys of format.drafters.DRAFTERS."""
+TARGETS = ("loss", "reply", "all")
+"""format.native.TARGETS."""
 
 
 def _option(
@@ -191,11 +195,9 @@ class Options(TargetOptions):
     )
     dtype: str = _option(_FORM, setting="eagle3_dtype", decides=True, choices=("bf16", "fp16", "fp32"))
     aux_dtype: str | None = _option(_FORM, setting="eagle3_aux_dtype", choices=("bf16", "fp8"), forms=_NATIVE)
-    made_for: str | None = _option(
-        _FORM, setting="eagle3_made_for", choices=("eagle3", "peagle", "dflash", "dspark", "mtp"), forms=_NATIVE
-    )
+    made_for: str | None = _option(_FORM, setting="eagle3_made_for", choices=DRAFTERS, forms=_NATIVE, metavar="DRAFT")
     aux_layers: str | None = _option(_FORM, setting="eagle3_aux_layers", metavar="LAYERS")
-    targets: str | None = _option(_FORM, setting="eagle3_target_rows", choices=("loss", "reply", "all"), forms=_NATIVE)
+    targets: str | None = _option(_FORM, setting="eagle3_target_rows", choices=TARGETS, forms=_NATIVE, metavar="ROWS")
 
     max_batch_tokens: int = _option(
         _HOW, "most tokens in one forward pass, padding included", 16_384, least=1, decides=True
@@ -207,7 +209,7 @@ class Options(TargetOptions):
         least=1,
         setting="eagle3_tensor_parallel",
     )
-    show: int = _option(_HOW, "print N samples, learned tokens marked, before loading the target", 0, least=0)
+    show: int = _option(_HOW, "first print N samples, with the learned tokens marked", 0, least=0)
     partitions: int | None = _option(
         _HOW,
         "split the shards into N partitions, for several machines with the same DIR; `niels-gpt seal DIR` finishes "
@@ -229,7 +231,7 @@ class Options(TargetOptions):
         "auto",
         choices=("auto", "flock", "lease"),
     )
-    resume: bool = _option(_HOW, "continue the cache in DIR if its settings are equal (default: refuse)", False)
+    resume: bool = _option(_HOW, "continue the cache in DIR if settings are equal (default: refuse)", False)
 
     def __post_init__(self, part: str | None) -> None:
         """Check all options. Raises: ValueError naming the flag."""

@@ -117,12 +117,13 @@ def test_stats_are_those_of_the_samples(eagle3_caches, form):
     assert (found["supervised_tokens"], found["positions"]) == (len(masses), positions)
     assert found["draft_mass"] == pytest.approx(sum(masses) / len(masses), rel=1e-2)
     assert found["entropy_nats"]["mean"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-3)
-    needed = [[t for t in range(1, len(mask)) if mask[t] or mask[t - 1]] for mask in (row.loss_mask for row in rows)]
-    aux, targets = sum(each[-1] for each in needed if each), sum(map(len, needed))
-    tokens = sum(len(row.input_ids) for row in rows)
+    manifest = eagle3_runs.manifest(**NATIVE_FORMS[form])
+    rule = manifest.get("targets", "loss")
+    tokens, aux, targets = map(sum, zip(*(eagle3_runs.rows_of(row.loss_mask, rule) for row in rows), strict=True))
+    assert (found["targets"], found["enough_for"]) == (rule, manifest.get("enough_for", ["eagle3", "peagle"]))
     assert (found["aux_rows"], found["target_rows"], found["tokens"]) == (aux, targets, tokens)
     parts, layers = found["bytes_per_token_by_part"], len(found["aux_norms"])
-    values, scales, numbers = (1, 4, 4) if form == "fp8" else (2, 0, 2)
+    values, scales, numbers = (1, 4, 4) if manifest["aux_dtype"] == "fp8" else (2, 0, 2)
     assert parts["aux"] * tokens == pytest.approx(aux * layers * eagle3_runs.HIDDEN * values)
     assert parts["scales"] * tokens == pytest.approx(aux * layers * scales)
     assert parts["last hidden"] * tokens == pytest.approx(targets * eagle3_runs.HIDDEN * numbers)
@@ -137,7 +138,7 @@ def test_inspect_shows_what_is_stored_of_each_token(eagle3_caches):
     mask, model = row.loss_mask, eagle3_runs.load(torch.device("cpu"))
     with torch.no_grad():
         output = model(torch.tensor([row.input_ids]), output_hidden_states=True)
-    needed = [t for t in range(1, len(mask)) if mask[t] or mask[t - 1]]
+    needed = eagle3_runs.target_rows(mask)
     assert f"{len(mask)} tokens, {sum(mask[1:])} supervised slots" in heading
     assert f"{needed[-1]} auxiliary rows, {len(needed)} target rows" in heading
     assert columns[:7] == ("token", "id", "text", "loss", "norm 1", "norm 3", "norm 4")

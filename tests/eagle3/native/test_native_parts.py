@@ -7,11 +7,11 @@ import pytest
 from support import eagle3_runs as small
 from support.commands import niels_gpt
 from support.eagle3_damage import flip_bit
-from support.eagle3_runs import EAGLE3, FP8, NATIVE, TOPK, disk, join, never, run, samples_of, whole_tree
+from support.eagle3_runs import ALL, EAGLE3, FP8, NATIVE, REPLY, TOPK, disk, join, never, run, samples_of, whole_tree
 from support.errors import refused
 
 Run = Callable[..., tuple[int, str, str]]
-FORMS = {"dense": {}, "topk": TOPK, "native": NATIVE, "fp8": FP8}
+FORMS = {"dense": {}, "topk": TOPK, "native": NATIVE, "fp8": FP8, "reply": REPLY, "all": ALL}
 
 
 def parts_of(folder, count, **form):

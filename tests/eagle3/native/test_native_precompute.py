@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from support import eagle3_runs as small
 from support.causal_models import tiny_model
 from support.eagle3_native import read_weights
-from support.eagle3_runs import FP8, NATIVE, estimated, never, planned, run, samples_of, whole_tree
+from support.eagle3_runs import ALL, FP8, MTP, NATIVE, REPLY, estimated, never, planned, run, samples_of, whole_tree
 from support.errors import refused
 
 from niels_gpt.eagle3.cache import CachedEagle3Dataset
@@ -18,13 +18,9 @@ from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 
 Run = Callable[..., tuple[int, str, str]]
+FORMS = {"bf16": NATIVE, "fp8": FP8, "reply": REPLY, "all": ALL, "no block": MTP}
 CPU = torch.device("cpu")
 DRAFT = small.manifest()["selected_token_ids"]
-
-
-def needed(mask):
-    """Return the positions of the target rows."""
-    return [t for t in range(1, len(mask)) if mask[t] or mask[t - 1]]
 
 
 def said_of(ids, layers):
@@ -36,18 +32,19 @@ def said_of(ids, layers):
     for hook in hooks:
         hook.remove()
     hidden = [each[0] if isinstance(each, tuple) else each for each in seen]
-    return torch.stack([hidden[layer][0] for layer in layers], 1), hidden[-1][0], logits
+    blocks = [hidden[layer][0] for layer in layers]
+    return torch.stack(blocks, 1) if blocks else torch.empty(len(ids), 0, small.HIDDEN), hidden[-1][0], logits
 
 
-@pytest.mark.parametrize("form", [NATIVE, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_sample_has_what_the_target_says_of_it(tmp_path, form):
     meta = run(tmp_path / "c", given=small.plan(samples_of(), **form)).meta
     shards, rows, layers = NativeEagle3Dataset(tmp_path / "c"), small.rows(), form.get("aux_layer_ids", [1, 3, 4])
     rough, sums = {"rtol": 2**-8, "atol": 1e-6}, {"aux_rows": 0, "target_rows": 0, "positions": 0}
     for number, row in enumerate(rows):
         found, (aux, last, logits) = shards[number], said_of(list(row.input_ids), layers)
-        at = needed(list(row.loss_mask))
-        end = max(at, default=0)
+        at = small.target_rows(row.loss_mask, form.get("targets", "loss"))
+        _, end, _ = small.rows_of(row.loss_mask, form.get("targets", "loss"))
         assert found.input_ids.tolist() == row.input_ids and found.loss_mask.tolist() == [*map(bool, row.loss_mask)]
         states = found.aux_hidden_states.float()
         if found.aux_scales is not None:  # off by a sixteenth of a number, or by 2**-18 of the row's largest
@@ -61,7 +58,7 @@ def test_a_sample_has_what_the_target_says_of_it(tmp_path, form):
         torch.testing.assert_close(found.log_normalizers, logits[at].logsumexp(-1), rtol=1e-5, atol=1e-5)
         assert found.argmax_ids.tolist() == logits[at].argmax(-1).tolist()
         sums["aux_rows"], sums["target_rows"] = sums["aux_rows"] + end, sums["target_rows"] + len(at)
-        sums["positions"] += sum(int(logits[t].argmax()) in DRAFT for t in at if row.loss_mask[t])
+        sums["positions"] += sum(int(logits[t].argmax()) in DRAFT for t in at if t and row.loss_mask[t])
     assert {name: meta["totals"][name] for name in sums} == sums and sums["positions"] > 0
     assert meta["totals"]["supervised_tokens"] == sum(sum(row.loss_mask[1:]) for row in rows)
     receipt = json.loads((tmp_path / "c" / "sidecar" / "shard-000000.json").read_bytes())
@@ -86,14 +83,14 @@ def test_its_files_are_those_of_safetensors_and_its_ids_and_masks_those_of_versi
         assert [p + 1 for p in item["position_mask"][:, 0].nonzero().squeeze(-1).tolist()] == known
 
 
-@pytest.mark.parametrize("form", [NATIVE, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_any_number_of_processes_gives_the_same_bytes(tmp_path, form):
     torch.set_num_threads(1)
     samples = samples_of(22)
     given = small.plan(samples, **form)
     run(tmp_path / "one", samples=samples, given=given)
     run(tmp_path / "three", samples=samples, given=given, workers=3, start="fork")
-    assert whole_tree(tmp_path / "one") == whole_tree(tmp_path / "three") and planned(given).num_shards > 3
+    assert whole_tree(tmp_path / "one") == whole_tree(tmp_path / "three") and planned(given).num_shards >= 3
 
 
 def of_kind(device, *, kind, changes):
@@ -147,9 +144,10 @@ def test_where_the_norm_is_not_known_the_lm_heads_input_is_stored(tmp_path):
     torch.testing.assert_close(last, found.aux_hidden_states[inner, 0].tanh())
 
 
-def test_the_estimate_is_the_size_of_the_files_and_a_little_more(tmp_path):
-    samples = samples_of(40)
-    given = small.plan(samples, **NATIVE)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_the_estimate_is_the_size_of_the_files_and_a_little_more(tmp_path, form):
+    samples = samples_of(60)
+    given = small.plan(samples, **form)
     plan = planned(given)
     whole, part = (estimated(tmp_path / "c", given, part=part) for part in (None, (2, 3)))
     run(tmp_path / "c", samples=samples, given=given, part=(2, 3))
