@@ -101,6 +101,7 @@ def test_a_build_prints_the_warnings_of_its_checks_and_fails_where_one_blocks(fl
 CHOSEN = {"on_special": "text", "engine": "reference", "tokenizer_kind": "bpe", "loss_on": "last", "lock": "lease"}
 CHOSEN |= {"eagle3_format": "native", "eagle3_aux_dtype": "fp8", "eagle3_dtype": "fp16", "eagle3_device": "cpu"}
 CHOSEN |= {"eagle3_quantization": "torchao:int8wo", "eagle3_load_dtype": "bf16"}
+CHOSEN |= {"eagle3_made_for": "dspark", "eagle3_target_rows": "all"}
 
 
 def test_every_setting_of_a_build_has_a_flag_that_reaches_it():
