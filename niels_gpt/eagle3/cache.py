@@ -27,7 +27,7 @@ states instead of distributions, without padding. This module reads it with the 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -332,14 +332,13 @@ class CachedEagle3Dataset(CacheReader[dict[str, torch.Tensor]]):
         return self._shards.opened(shard_index)[0]
 
 
-def _collate_cached(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _collate_cached(features: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Stack samples to a batch under CACHE_KEYS, [B, S, ...]: the only copy after the page cache.
 
-    A worker makes the copy in shared memory.
+    target_probs may be left out. A worker makes the copy in shared memory.
     """
-    batch: dict[str, torch.Tensor] = default_collate(
-        [{key: feature[key] for key in CACHE_KEYS} for feature in features]
-    )
+    keys = [key for key in CACHE_KEYS if key in features[0]]
+    batch: dict[str, torch.Tensor] = default_collate([{key: feature[key] for key in keys} for feature in features])
     return batch
 
 

@@ -1,8 +1,9 @@
-"""Readers of native EAGLE-3 caches: samples, batches, and the six keys of version 1.
+"""Readers of native caches: samples, batches for EAGLE-3, a row for each token, and the six keys of version 1.
 
-A native batch has the target's hidden states instead of distributions: `niels_gpt.eagle3.head.TargetHead` computes
-`target_probs` from them on the training device. `niels_gpt.eagle3.cache.CachedEagle3Dataset` reads the same caches with
-the six keys of versions 1 and 2. docs/formats.md describes the files.
+A batch of `native_batch` has the target's hidden states instead of distributions: `niels_gpt.eagle3.head.TargetHead`
+computes `target_probs` from them on the training device. One of `token_batch` has the states of each token, for drafts
+of other kinds. `niels_gpt.eagle3.cache.CachedEagle3Dataset` reads the same caches with the six keys of versions 1 and
+2. docs/formats.md describes the files.
 
     dataset = NativeEagle3Dataset("targets")
     loader = build_native_dataloader("targets", batch_size=8, shuffle=True)
@@ -13,6 +14,7 @@ the six keys of versions 1 and 2. docs/formats.md describes the files.
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections import deque
@@ -121,20 +123,21 @@ def loader_of(
 class NativeEagle3Dataset(CacheReader[Any]):
     """Reads a native cache. An item is one sample as stored, a NativeSample: raw and unpadded.
 
-    With `fields` an item is a dict of these tensors of the sample's L tokens, in memory of their own:
+    With `fields` an item is a dict of these tensors of the sample's L tokens, in this order:
 
         input_ids, loss_mask    int64 [L], not shifted
-        aux_hidden_states       [L, K * H] in the stored dtype, bf16 if that is fp8
+        aux_hidden_states       [L, K * H] in the stored dtype, bf16 if that is fp8; [L, 0] without layers
         last_hidden             [L, H] in the stored dtype, on the side of the final norm that
                                 manifest["conventions"]["last_hidden"] names; `TargetHead.normed` applies the norm
 
-    States are zeros where the cache has none: see `targets` in docs/formats.md.
+    They are copies, which may be changed, kept and sent. States are zeros at the tokens that have none in the cache:
+    `targets` in docs/formats.md says which have.
 
     Opening checks header, starts and loss bits of every shard. A shard is mapped when it is first read; at most
-    `max_open_shards` are mapped at a time. The tensors of an item are views of the map: clone them before you change,
-    keep, save or send them. The dataset may be pickled, for workers of any start method; each worker makes its own
-    maps. Threads may share it. The path is resolved to a version once: a rebuild does not change an open dataset, and
-    gc keeps its version.
+    `max_open_shards` are mapped at a time. The tensors of a NativeSample are views of the map: clone them before you
+    change, keep, save or send them. The dataset may be pickled, for workers of any start method; each worker makes its
+    own maps. Threads may share it. The path is resolved to a version once: a rebuild does not change an open dataset,
+    and gc keeps its version.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class NativeEagle3Dataset(CacheReader[Any]):
         check: Check = "ends",
         **at_url: Unpack[AtURL],
     ) -> None:
-        """fields: names of FIELDS; None: items are NativeSamples.
+        """fields: names of FIELDS, one or more; None: items are NativeSamples.
 
         max_open_shards: the kernel allows a process about 65,000 maps.
         follow_links: read files that are symbolic links, as in a snapshot of the Hugging Face hub; by default they are
@@ -158,11 +161,11 @@ class NativeEagle3Dataset(CacheReader[Any]):
             each sample with its checksum when it is first read. At a URL each is compared whenever it is read.
         at_url: local, max_bytes and max_ahead of a cache at a URL, see `niels_gpt.cache.reader.AtURL`.
         Raises: FileNotFoundError; CacheError (a ValueError) E208 for a cache of another form, else naming the file that
-            does not fit the manifest; E710 for `last_hidden` of a cache that has it only where EAGLE-3 reads it;
-            UsageError for an unknown field.
+            does not fit the manifest; E710 for `last_hidden` of a cache with targets `loss`, which has it only where
+            EAGLE-3 reads it; UsageError for other names than those of FIELDS.
         """
-        if unknown := sorted({*(fields or ())} - {*FIELDS}):
-            raise UsageError(f"fields has {', '.join(unknown)}, expected names of {', '.join(FIELDS)}")
+        if fields is not None and (isinstance(fields, str) or not fields or {*fields} - {*FIELDS}):
+            raise UsageError(f"fields is {fields!r}, expected names of {', '.join(FIELDS)}, as a list")
         self.fields = None if fields is None else tuple(fields)
         cache_dir = local_path(cache_dir, at_url)
         shards = NativeShards.of_cache(cache_dir, max_open_shards, follow_links=follow_links, check=check)
@@ -185,18 +188,30 @@ class NativeEagle3Dataset(CacheReader[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """Return one sample: a NativeSample, or a dict of `fields`. Raises: IndexError; CacheError."""
-        sample = self.sample(index)
+        position = index + self.num_samples if index < 0 else index
+        if not 0 <= position < self.num_samples:
+            raise IndexError(index)
+        sample = self._shards.sample(position)
         if self.fields is None:
             return sample
         batch = token_batch([sample], self.fields)
         return {name: batch[name][0] for name in self.fields}
 
-    def sample(self, index: int) -> NativeSample:
-        """Return one sample as stored. Raises: IndexError; CacheError."""
-        position = index + self.num_samples if index < 0 else index
-        if not 0 <= position < self.num_samples:
-            raise IndexError(index)
-        return self._shards.sample(position)
+    def as_stored(self) -> NativeEagle3Dataset:
+        """Return the same open cache with NativeSamples as items: what a `collate_fn` takes, without a copy before."""
+        stored = copy.copy(self)
+        stored.fields = None
+        return stored
+
+    def collate_fn(self, pad_to: int | None = None) -> Callable[[Sequence[NativeSample]], dict[str, Tensor]]:
+        """Return what makes batches of samples of `as_stored`: `native_batch`, with `fields` `token_batch`.
+
+        pad_to: see `native_batch`. It uses the memory of a batch again once nothing refers to it.
+        """
+        if self.fields is not None:
+            return partial(token_batch, fields=self.fields, pad_to=pad_to, memory=BatchMemory())
+        ids = self.selected_token_ids
+        return partial(native_batch, selected_token_ids=ids, pad_to=pad_to, memory=BatchMemory())
 
     def _described(self) -> dict[str, str]:
         tokens, _, target_rows = map(int, self.counts.sum(0))
@@ -205,6 +220,7 @@ class NativeEagle3Dataset(CacheReader[Any]):
             "tokens": f"{number_of(tokens, 'token')}, {number_of(target_rows, 'target row')}",
             "a token": f"{layers} x {hidden:,} {self.manifest['aux_dtype']}",
             "target": shortened(self.manifest["target_model"]),
+            **({} if self.fields is None else {"an item": ", ".join(self.fields)}),
         }
 
 
@@ -269,35 +285,30 @@ def token_batch(
     Raises: ValueError for no samples, samples of several forms, and a sample longer than pad_to.
     """
     width, memory = _width_of(samples, pad_to), memory or BatchMemory()
-    batch: dict[str, torch.Tensor] = {}
-    integers = np.zeros((3, len(samples), width), np.int64)
+    ids, loss, attention = (np.zeros((len(samples), width), np.int64) for _ in range(3))
     for row, sample in enumerate(samples):
         length = len(sample.input_ids)
-        integers[:, row, :length] = sample.input_ids, sample.loss_mask, np.ones(length)
-    ids, loss, attention = torch.from_numpy(integers)
-    held = {"input_ids": ids, "loss_mask": loss}
+        ids[row, :length], loss[row, :length], attention[row, :length] = sample.input_ids, sample.loss_mask, 1
+    batch: dict[str, torch.Tensor] = {}
     for name in fields:
-        if name in held:
-            batch[name] = held[name]
+        if name == "aux_hidden_states":
+            batch[name] = _aux_of(samples, width, memory)
+        elif name == "last_hidden":
+            batch[name] = _last_of_tokens(samples, width, memory)
         else:
-            batch[name] = (_aux_of if name == "aux_hidden_states" else _last_of_tokens)(samples, width, memory)
-    return {**batch, "attention_mask": attention}
+            batch[name] = torch.from_numpy({"input_ids": ids, "loss_mask": loss}[name])
+    return {**batch, "attention_mask": torch.from_numpy(attention)}
 
 
 def _last_of_tokens(samples: Sequence[NativeSample], width: int, memory: BatchMemory) -> torch.Tensor:
     """Return the last hidden states [B, W, H]; zeros where none is stored."""
     stored = samples[0].last_hidden_states
     batch, is_zero = memory.tensor((len(samples), width, stored.shape[1]), stored.dtype)
-    for row, sample in enumerate(samples):
-        states = sample.last_hidden_states
-        if sample.targets == "all":
-            batch[row, : len(states)] = states
-            if not is_zero:
-                batch[row, len(states) :] = 0
-            continue
+    for slots, sample in zip(batch.view(torch.uint8).numpy(), samples, strict=True):
+        positions = sample.positions
         if not is_zero:
-            batch[row] = 0
-        batch[row].index_copy_(0, torch.from_numpy(sample.positions), states)
+            slots[np.delete(np.arange(width), positions)] = 0
+        slots[positions] = sample.last_hidden_states.view(torch.uint8).numpy()  # index_copy_ takes seven times as long
     return batch
 
 
@@ -376,20 +387,20 @@ class BatchMemory:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, deque[NDArray[np.uint8]]] = {}
-        self._most: dict[int, int] = {}
+        self._free: dict[tuple[int, int], deque[NDArray[np.uint8]]] = {}
+        self._most: dict[tuple[int, int], int] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BatchMemory, ()
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-        """Return a tensor, and whether it is all zeros; else it holds anything. One with 2 dimensions is kept apart
-        from one with 3: the states differ in size.
+        """Return a tensor, and whether it is all zeros; else it holds anything. Tensors of another number of
+        dimensions, or of another width, are kept apart: the states differ in size.
 
         A DataLoader's worker allocates it in shared memory, so that the batch is not copied again. Elsewhere numpy
         does, and asks the kernel for huge pages: torch's own memory has more page faults. Untouched pages take none.
         """
-        size, kind = math.prod(shape) * dtype.itemsize, len(shape)
+        size, kind = math.prod(shape) * dtype.itemsize, (len(shape), shape[-1])
         if not size:
             return torch.empty(shape, dtype=dtype), True
         if get_worker_info() is not None:
@@ -431,16 +442,12 @@ def build_native_dataloader(
         `sampler.set_epoch`.
     distributed: each rank of the default process group reads its share; DistributedSampler repeats samples where they
         do not divide evenly. The last batch may be short.
-    pad_to: see `native_batch`. follow_links, expect, check, at_url: see `NativeEagle3Dataset`.
+    pad_to: see `native_batch`. fields, follow_links, expect, check, at_url: see `NativeEagle3Dataset`.
     """
-    opening: dict[str, Any] = {"follow_links": follow_links, "expect": expect, "check": check}
-    dataset = NativeEagle3Dataset(cache_dir, fields=fields, **opening, **at_url)
-    given: dict[str, Any] = {"pad_to": pad_to, "memory": BatchMemory()}
-    if dataset.fields is None:
-        collate = partial(native_batch, selected_token_ids=dataset.selected_token_ids, **given)
-    else:
-        collate, dataset.fields = partial(token_batch, fields=dataset.fields, **given), None  # it takes whole samples
-    return loader_of(dataset, collate, shuffle, distributed, batch_size=batch_size, num_workers=num_workers)
+    how: dict[str, Any] = {"follow_links": follow_links, "expect": expect, "check": check}
+    dataset = NativeEagle3Dataset(cache_dir, fields=fields, **how, **at_url)
+    collate = dataset.collate_fn(pad_to)
+    return loader_of(dataset.as_stored(), collate, shuffle, distributed, batch_size=batch_size, num_workers=num_workers)
 
 
 # --- the keys of version 1 --------------------------------------------------------------------------------------------

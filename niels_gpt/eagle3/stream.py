@@ -1,13 +1,13 @@
-"""Eagle3Stream: the samples of an EAGLE-3 cache, each exactly once an epoch, over any ranks and workers, resumable.
+"""Eagle3Stream: the samples of a target's cache, each exactly once an epoch, over any ranks and workers, resumable.
 
 rows of six keys    of CachedEagle3Dataset: what build_cached_eagle3_dataloader gives
-native rows         of NativeEagle3Dataset: what native_batch gives
+native rows         of NativeEagle3Dataset: what native_batch gives, with fields what token_batch gives
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import default_collate
 
-from niels_gpt.eagle3.cache import CACHE_KEYS, CachedEagle3Dataset
-from niels_gpt.eagle3.native import BatchMemory, NativeEagle3Dataset, native_batch, token_batch
+from niels_gpt.eagle3.cache import CachedEagle3Dataset, _collate_cached
+from niels_gpt.eagle3.native import NativeEagle3Dataset
 from niels_gpt.sampling.epochs import Epochs, Units
 from niels_gpt.sampling.stream import Numbers, Stream
 from niels_gpt.sampling.stretches import Order
@@ -65,21 +64,23 @@ class Items(Units):
     def __init__(self, dataset: CachedEagle3Dataset | NativeEagle3Dataset, pad_to: int | None) -> None:
         """pad_to: see `native_batch`. Raises: CacheError E107 for a cache without samples; ValueError for pad_to."""
         self.split = self.dataset = dataset
-        self.folder, self.vocab_size, self.pad_to = Path(dataset.cache_dir), None, pad_to
+        self.folder, self.vocab_size = Path(dataset.cache_dir), None
         self._fingerprint = dataset.fingerprint()
-        self._selected: Tensor | None = None
-        self._memory = BatchMemory()
+        self._collate: Callable[[Sequence[Any]], dict[str, Tensor]] = _collate_cached
+        fields = getattr(dataset, "fields", None)
+        self._has_fields = fields is not None
         if not len(dataset):
             raise CacheError(self.folder, "no sample", remedy="Run precompute over more chats", code="E107")
         if isinstance(dataset, NativeEagle3Dataset):
-            self._selected, longest = dataset.selected_token_ids, int(dataset.counts[:, 0].max())
             self.T = 0 if pad_to is None else checked_int("pad_to", pad_to, 1)  # 0: each batch has a width of its own
-            if 0 < self.T < longest:
+            if 0 < self.T < (longest := int(dataset.counts[:, 0].max())):
                 raise ValueError(f"pad_to={pad_to}: expected {longest} or more, the tokens of the longest sample")
-        elif pad_to is not None:
-            raise ValueError(f"pad_to={pad_to}: expected None, a CachedEagle3Dataset pads its samples itself")
+            self._rows = "native" if fields is None else ", ".join(fields)
+            self.dataset, self._collate = dataset.as_stored(), dataset.collate_fn(pad_to)
         else:
-            self.T = int(dataset.manifest.get("seq_length") or 0)
+            if pad_to is not None:
+                raise ValueError(f"pad_to={pad_to}: expected None, a CachedEagle3Dataset pads its samples itself")
+            self.T, self._rows = int(dataset.manifest.get("seq_length") or 0), "samples of six keys"
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -99,12 +100,14 @@ class Items(Units):
 
     def form(self) -> dict[str, Any]:
         manifest = self.dataset.manifest
-        ids = np.array(manifest.get("selected_token_ids") or [], dtype="<i8")
-        names = ["aux_dtype", "head", "target_vocab_size"] if self._selected is not None else []
+        is_native = isinstance(self.dataset, NativeEagle3Dataset)
+        names = ["aux_layer_ids", "aux_dtype", "head", "target_vocab_size"] if is_native else []
         hidden, layers = manifest.get("hidden_size"), manifest.get("aux_layer_ids") or []
+        ids = np.array(manifest.get("selected_token_ids") or [], dtype="<i8")
+        vocabulary = {"draft vocabulary": f"{len(ids)} ids with crc32 {zlib.crc32(ids.tobytes()):08x}"}
         return {
-            "rows": "native" if names else "samples of six keys",
-            "draft vocabulary": f"{len(ids)} ids with crc32 {zlib.crc32(ids.tobytes()):08x}",
+            "rows": self._rows,
+            **({} if self._has_fields else vocabulary),  # no field depends on it
             "auxiliary values": manifest.get("aux_hidden_dim") if hidden is None else hidden * len(layers),
             **{name: manifest.get(name) for name in ["dtype", *names]},
         }
@@ -112,24 +115,12 @@ class Items(Units):
     def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> _LocatedItems:
         return _LocatedItems(self, units)
 
-    def sample(self, number: int) -> Any:
-        """Return a sample for `collate`."""
-        return self.dataset.sample(number) if isinstance(self.dataset, NativeEagle3Dataset) else self.dataset[number]
-
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Return samples as a batch; of none, tensors of 0 rows."""
-        if not samples:  # ranks without rows call the model too, and need the form
-            return {name: tensor[:0].clone() for name, tensor in self.collate([self.sample(0)]).items()}
-        if isinstance(self.dataset, NativeEagle3Dataset):
-            given: dict[str, Any] = {"pad_to": self.pad_to, "memory": self._memory}
-            if self.dataset.fields is not None:
-                return token_batch(samples, self.dataset.fields, **given)
-            return native_batch(
-                samples, selected_token_ids=self._selected if self._selected is not None else [], **given
-            )
-        keys = [key for key in CACHE_KEYS if key in samples[0]]  # target_probs may be left out
-        batch: dict[str, Tensor] = default_collate([{key: sample[key] for key in keys} for sample in samples])
-        return batch
+        if samples:
+            return self._collate(samples)
+        # ranks without rows call the model too, and need the form
+        return {name: tensor[:0].clone() for name, tensor in self._collate([self.dataset[0]]).items()}
 
 
 class _LocatedItems:
@@ -142,7 +133,7 @@ class _LocatedItems:
         if first + count > self._next_plan:
             planned = dataset.will_read(self._units[first:].tolist(), count)
             self._next_plan = first + max(count, planned // 2)
-        return _Read(self._items, [self._items.sample(unit) for unit in self._units[first : first + count].tolist()])
+        return _Read(self._items, [dataset[unit] for unit in self._units[first : first + count].tolist()])
 
 
 class _Read:
@@ -163,7 +154,7 @@ class _Read:
 
 
 class Eagle3Stream(Stream[Eagle3Batch]):
-    """Batches of an EAGLE-3 cache: each sample exactly once an epoch, in a seeded order.
+    """Batches of a target's cache: each sample exactly once an epoch, in a seeded order.
 
     Sample k is `dataset[permute(k % n)]` of epoch `k // n`. A global batch may hold the end of one epoch and the start
     of the next. Ranks, DataLoader workers and states work as in an EpochStream; see `Stream` and docs/reading.md.

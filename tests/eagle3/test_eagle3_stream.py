@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 
 from niels_gpt.eagle3 import Eagle3Batch, Eagle3Stream
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, build_cached_eagle3_dataloader
-from niels_gpt.eagle3.native import NativeEagle3Dataset, build_native_dataloader
+from niels_gpt.eagle3.native import FIELDS, NativeEagle3Dataset, build_native_dataloader
 from niels_gpt.sampling import EpochStream, MixtureStream, prefetch
 
 pytestmark = pytest.mark.filterwarnings("ignore:the last batch has")
-FORMS = ["version 1", "top k", "native", "native as six keys"]
+FORMS = ["version 1", "top k", "native", "native fields", "native as six keys"]
 SAMPLES = 7
 MASKS = [[0, 1] + [0] * number + [1, 0] for number in range(SAMPLES)]
 
@@ -27,7 +27,10 @@ MASKS = [[0, 1] + [0] * number + [1, 0] for number in range(SAMPLES)]
 def written(form, folder, seed=0, samples=SAMPLES):
     """Write a cache of seven samples in shards of three, and open it."""
     if form.startswith("native"):
-        write_native(folder, MASKS[:samples], cuts=[3], target_model=f"t{seed}")
+        targets = {"targets": "reply"} if form == "native fields" else {}
+        write_native(folder, MASKS[:samples], cuts=[3], target_model=f"t{seed}", **targets)
+        if form == "native fields":
+            return NativeEagle3Dataset(folder, fields=FIELDS)
         if form == "native":
             return NativeEagle3Dataset(folder)
         return CachedEagle3Dataset(folder, target_probs=False)
@@ -48,7 +51,8 @@ def alone(dataset):
 def loader_of(dataset, numbers):
     """Return what gives these samples as a batch today."""
     if isinstance(dataset, NativeEagle3Dataset):
-        collate = build_native_dataloader(dataset.cache_dir, 2, False).collate_fn
+        loader = build_native_dataloader(dataset.cache_dir, 2, False, fields=dataset.fields)
+        dataset, collate = loader.dataset, loader.collate_fn
     elif dataset.view is not None:
         return [dataset.view.with_probs(dataset.view.collate([dataset.view.dataset[number] for number in numbers]))]
     else:
@@ -197,6 +201,20 @@ def test_a_mixture_of_streams_takes_turns_by_weight_and_resumes(tmp_path, form):
     assert "samples, rank 0 of 1" in repr(mixture())
 
 
+def test_a_mixture_of_fields_takes_caches_of_several_draft_vocabularies(tmp_path):
+    for name, size in {"a": 20, "b": 8}.items():
+        write_native(tmp_path / name, MASKS, draft_vocab_size=size, selected_token_ids=[*range(size)], targets="all")
+    for fields, known in (("input_ids", "last_hidden"), True), (None, False):
+        datasets = [NativeEagle3Dataset(tmp_path / name, fields=fields) for name in ("a", "b")]
+        streams = [stream(each, epochs=None) for each in datasets]
+        if not known:
+            with refused("E102", "draft vocabulary="):
+                MixtureStream(streams, [1, 1], seed=0)
+        else:
+            batch = next(iter(MixtureStream(streams, [1, 1], seed=0)))
+            assert [*batch] == [*fields, "attention_mask"] and batch.source.tolist().count(1) == 3
+
+
 def test_a_mixture_takes_over_a_run_of_one_of_its_streams(tmp_path):
     one, two = (written("version 1", tmp_path / str(count), samples=count) for count in (7, 6))
     state = next(iter(stream(one, epochs=None))).state
@@ -242,6 +260,11 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
     for streams in ((dense, native), (native, dense)):
         with refused("E102", "streams[1] has rows="):
             MixtureStream([stream(each, epochs=None) for each in streams], [1, 1], seed=0)
+    write_native(tmp_path / "layers", MASKS, aux_layer_ids=[1, 2])
+    layers, fields = NativeEagle3Dataset(tmp_path / "layers"), written("native fields", tmp_path / "fields")
+    for found, one in {"rows=": fields, "aux_layer_ids=": layers}.items():
+        with refused("E102", f"streams[1] has {found}"):
+            MixtureStream([stream(each, epochs=None) for each in (native, one)], [1, 1], seed=0)
     windows = EpochStream(str(numbered(tmp_path, [40])), T=4, global_batch_size=6, seed=0)
     with refused("E102", "streams[1] has rows="):
         MixtureStream([windows, stream(other, epochs=None)], [1, 1], seed=0)

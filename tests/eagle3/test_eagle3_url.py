@@ -34,12 +34,12 @@ from niels_gpt.eagle3.format.meta import write_meta
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
 from niels_gpt.eagle3.format.weights import write_weights
 from niels_gpt.eagle3.head import TargetHead
-from niels_gpt.eagle3.native import NativeEagle3Dataset, build_native_dataloader
+from niels_gpt.eagle3.native import FIELDS, NativeEagle3Dataset, build_native_dataloader
 from niels_gpt.sampling import MixtureStream
 from niels_gpt.storage.mounted import MOUNTED
 
 pytestmark = pytest.mark.filterwarnings("ignore:the last batch has")
-FORMS = ["version 1", "top k", "native", "fp8", "native as six keys"]
+FORMS = ["version 1", "top k", "native", "fp8", "fields", "native as six keys"]
 MASKS = [[0, 1] + [0] * number + [1, 0] * (number % 3) for number in range(11)]
 MIB = 1 << 20
 
@@ -64,15 +64,16 @@ def written(folder, form, seed=0):
     if form in FORMS[:2]:
         write_cache(folder, samples=11, shard_size=3, topk=3 * (form == "top k"), seed=seed)
     else:
-        masks, dtype = MASKS[:: -1 if seed else 1], "fp8" if form == "fp8" else "bf16"
-        write_native(folder, masks, cuts=[4, 7], aux_dtype=dtype)
+        masks, dtype = MASKS[:: -1 if seed else 1], "fp8" if form in ("fp8", "fields") else "bf16"
+        targets = {"targets": "all"} if form == "fields" else {}
+        write_native(folder, masks, cuts=[4, 7], aux_dtype=dtype, **targets)
         write_weights(folder, {"lm_head": torch.randn(50, 4), "embeddings": torch.randn(50, 4), "norm": torch.ones(4)})
     return sealed(folder)
 
 
 def opened(form, place, **how):
-    if form in ("native", "fp8"):
-        return NativeEagle3Dataset(place, **how)
+    if form in ("native", "fp8", "fields"):
+        return NativeEagle3Dataset(place, fields=FIELDS if form == "fields" else None, **how)
     return CachedEagle3Dataset(place, **how, **({"target_probs": False} if "six" in form else {}))
 
 

@@ -56,7 +56,8 @@ def random_sample(mask, manifest, seed=0):
     """Return a sample of random ids and states with this raw loss mask."""
     torch.manual_seed(seed)
     loss = np.array(mask, np.bool_)
-    ((tokens, aux_rows, target_rows),) = row_counts(np.array([0, len(loss)]), loss).tolist()
+    targets = manifest.get("targets", "loss")
+    ((tokens, aux_rows, target_rows),) = row_counts(np.array([0, len(loss)]), loss, targets).tolist()
     hidden, vocab = manifest["hidden_size"], manifest["target_vocab_size"]
     aux, scales = torch.randn(aux_rows, len(manifest["aux_layer_ids"]), hidden), None
     if manifest["aux_dtype"] == "fp8":
@@ -69,6 +70,7 @@ def random_sample(mask, manifest, seed=0):
         last_hidden_states=torch.randn(target_rows, hidden).to(DTYPES[manifest["dtype"]]),
         log_normalizers=torch.randn(target_rows),
         argmax_ids=torch.randint(vocab, (target_rows,)),
+        targets=targets,
     )
 
 
@@ -80,7 +82,8 @@ def write_native(folder, masks, cuts=(), **changed):
     manifest = manifest_of(len(masks), len(cuts) + 1, **changed)
     samples = [random_sample(mask, manifest, seed) for seed, mask in enumerate(masks)]
     starts = np.cumsum([0, *map(len, masks)])
-    counts = row_counts(starts, np.array([value for mask in masks for value in mask]))
+    mask = np.array([value for mask in masks for value in mask])
+    counts = row_counts(starts, mask, manifest.get("targets", "loss"))
     firsts = [0, *cuts, len(masks)]
     for shard, (first, behind) in enumerate(itertools.pairwise(firsts)):
         writer = NativeShardWriter(folder, shard, NativeLayout.of(manifest), counts[first:behind])
