@@ -1,6 +1,6 @@
-"""The native form of EAGLE-3 caches: its batches beside a copy, distributions beside reading them, bytes a token.
+"""The native form: its batches and fields beside a copy, distributions beside reading them, bytes a token.
 
-Sections `native`, `probs` and `bytes` of eagle3.py, at the sizes of an 8B target: H=4,096, K=3, D=32,000.
+Sections `native`, `fields`, `probs` and `bytes` of eagle3.py, at the sizes of an 8B target: H=4,096, K=3, D=32,000.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from niels_gpt.eagle3.format.layout import AUX_DTYPES, Layout
 from niels_gpt.eagle3.format.native import NativeLayout, NativeSample, row_counts
 from niels_gpt.eagle3.format.shard_writer import NativeShardWriter, ShardWriter
 from niels_gpt.eagle3.head import TargetHead
-from niels_gpt.eagle3.native import NativeEagle3Dataset, build_native_dataloader, native_batch
+from niels_gpt.eagle3.native import FIELDS, NativeEagle3Dataset, build_native_dataloader, native_batch, token_batch
 
 HIDDEN, LAYERS, DRAFT, VOCAB, WIDTH = 4096, 3, 32_000, 128_256, 2048
 BATCH = 8
@@ -49,9 +49,9 @@ class States:
         self.last = drawn[:, 0].bfloat16()
         self.probs = torch.rand(width, DRAFT, generator=generator).bfloat16()
 
-    def native(self, mask: NDArray[np.bool_], aux_dtype: str) -> NativeSample:
+    def native(self, mask: NDArray[np.bool_], aux_dtype: str, targets: str) -> NativeSample:
         """Return a sample with this loss mask."""
-        ((length, aux, rows),) = row_counts(np.array([0, len(mask)]), mask).tolist()
+        ((length, aux, rows),) = row_counts(np.array([0, len(mask)]), mask, targets).tolist()
         return NativeSample(
             input_ids=np.arange(length, dtype=np.uint32),
             loss_mask=mask,
@@ -60,18 +60,21 @@ class States:
             last_hidden_states=self.last[:rows],
             log_normalizers=torch.ones(rows),
             argmax_ids=torch.arange(rows),
+            targets=targets,
         )
 
 
-def write_native(folder: Path, masks: Sequence[NDArray[np.bool_]], states: States, aux_dtype: str) -> None:
+def write_native(
+    folder: Path, masks: Sequence[NDArray[np.bool_]], states: States, aux_dtype: str, targets: str = "loss"
+) -> None:
     """Write a native cache, but for the target's weights."""
-    layout = NativeLayout(HIDDEN, LAYERS, "bf16", aux_dtype)
-    counts = row_counts(np.cumsum([0, *map(len, masks)]), np.concatenate(masks))
+    layout = NativeLayout(HIDDEN, LAYERS, "bf16", aux_dtype, targets)
+    counts = row_counts(np.cumsum([0, *map(len, masks)]), np.concatenate(masks), targets)
     cuts = layout.cut(counts)
     for shard, (first, behind) in enumerate(pairwise(cuts)):
         writer = NativeShardWriter(folder, shard, layout, counts[first:behind])
         for row, mask in enumerate(masks[first:behind]):
-            writer.write(row, states.native(mask, aux_dtype))
+            writer.write(row, states.native(mask, aux_dtype, targets))
         writer.commit()
     conventions = {"layer_index": "block_output_0based", "last_hidden": "pre_norm", "shift": "none", "loss_mask": "raw"}
     head = {"norm": "none", "eps": None, "logit_scale": 1.0, "softcap": None, "tied": False, "compute_dtype": "fp32"}
@@ -79,6 +82,7 @@ def write_native(folder: Path, masks: Sequence[NDArray[np.bool_]], states: State
     sizes |= {"num_samples": len(masks), "num_shards": len(cuts) - 1, "shard_bytes": 2**30}
     manifest = {"format_version": "native-1", "target_model": "none", "dtype": "bf16", "aux_dtype": aux_dtype, **sizes}
     manifest |= {"aux_layer_ids": [1, 15, 28], "selected_token_ids": list(range(DRAFT))}
+    manifest |= {} if targets == "loss" else {"targets": targets}
     cache.write_manifest(folder, manifest | {"conventions": conventions, "head": head})
 
 
@@ -128,39 +132,43 @@ def copied(views: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
 
 def bench_native(arguments: argparse.Namespace, folder: Path) -> None:
     """Compare batches without distributions with copies of the same bytes."""
+    for aux_dtype in ("bf16", "fp8"):
+        compare(arguments, folder / aux_dtype, aux_dtype, "loss")
+
+
+def bench_fields(arguments: argparse.Namespace, folder: Path) -> None:
+    """Compare batches with a state for each token with copies of the same bytes, and with `native_batch`."""
+    for aux_dtype in ("bf16", "fp8"):
+        compare(arguments, folder / aux_dtype, aux_dtype, "all")
+
+
+def compare(arguments: argparse.Namespace, path: Path, aux_dtype: str, targets: str) -> None:
+    """Write a cache, and print the speed of its batches and of copies of the bytes that they read."""
     samples, rounds = (2 * BATCH, 1) if arguments.quick else (6 * BATCH, arguments.rounds)
     masks, order = masks_of(samples), np.random.default_rng(1).permutation(samples).tolist()
-    states = States(LONGEST, [torch.bfloat16, torch.float8_e4m3fn])
-    for aux_dtype in ("bf16", "fp8"):
-        path = folder / aux_dtype
-        write_native(path, masks, states, aux_dtype)
-        dataset = NativeEagle3Dataset(path)
-        parts = [[dataset[index] for index in order[begin : begin + BATCH]] for begin in range(0, samples, BATCH)]
-        size, ids = sum(view.nbytes for part in parts for view in taken(part)), dataset.selected_token_ids
+    write_native(path, masks, States(LONGEST, [AUX_DTYPES[aux_dtype], torch.bfloat16]), aux_dtype, targets)
+    dataset, fields = NativeEagle3Dataset(path), None if targets == "loss" else FIELDS
+    parts = [[dataset[index] for index in order[begin : begin + BATCH]] for begin in range(0, samples, BATCH)]
+    size, ids = sum(view.nbytes for part in parts for view in taken(part)), dataset.selected_token_ids
 
-        def ours(parts: Any = parts, ids: torch.Tensor = ids) -> None:
-            for part in parts:
-                native_batch(part, selected_token_ids=ids)
+    def each(made: Callable[[Any], object], of: Iterable[Any]) -> None:
+        for one in of:
+            made(one)
 
-        def copies(parts: Any = parts) -> None:
-            for part in parts:
-                copied(taken(part))
-
-        def drain(loader: Any) -> None:
-            for _ in loader:
-                pass
-
-        limit = "copies of the same bytes"
-        ways: Ways = {"native_batch": ours, limit: copies}
-        loader = "the dataloader, in this process"
-        ways[loader] = partial(drain, build_native_dataloader(path, BATCH, True))
-        seconds = measured(ways, rounds, clock=time.process_time)
-        print(f"native, {aux_dtype}: {samples} samples in batches of {BATCH}, {size / 1e6:.0f} MB, {limit} = 1")
-        show(seconds, size, limit)
-        found, least = ratio(seconds, loader, limit), {"bf16": 0.85, "fp8": 0.5}[aux_dtype]
-        print(f"  {'met ' if found >= least else 'MISSED'} the dataloader / the copy: {found:.2f}, aim {least}")
-        del dataset, parts, ours, copies, ways
-        shutil.rmtree(path)
+    limit, loader = "copies of the same bytes", "the dataloader, in this process"
+    ways: Ways = {
+        "native_batch": partial(each, partial(native_batch, selected_token_ids=ids), parts),
+        limit: partial(each, lambda part: copied(taken(part)), parts),
+        loader: partial(each, lambda _: None, build_native_dataloader(path, BATCH, True, fields=fields)),
+    }
+    if fields is not None:
+        ways["token_batch"] = partial(each, token_batch, parts)
+    seconds = measured(ways, rounds, clock=time.process_time)
+    print(f"{aux_dtype}, targets {targets}: {samples} samples in batches of {BATCH}, {size / 1e6:.0f} MB, {limit} = 1")
+    show(seconds, size, limit)
+    found, least = ratio(seconds, loader, limit), {"bf16": 0.85, "fp8": 0.5}[aux_dtype]
+    print(f"  {'met ' if found >= least else 'MISSED'} the dataloader / the copy: {found:.2f}, aim {least}")
+    shutil.rmtree(path)
 
 
 def show(seconds: Seconds, size: int, limit: str) -> None:
@@ -281,4 +289,4 @@ def bench_bytes(arguments: argparse.Namespace, folder: Path) -> None:
             print(f"  {'met ' if found <= least else 'MISSED'} of version 1, {other}: {found:.3f}, at most {least}")
 
 
-SECTIONS = {"native": bench_native, "probs": bench_probs, "bytes": bench_bytes}
+SECTIONS = {"native": bench_native, "fields": bench_fields, "probs": bench_probs, "bytes": bench_bytes}
