@@ -1,4 +1,4 @@
-"""The scripts of examples/ that train an EAGLE-3 draft, imported; and a small target with chats and caches for them."""
+"""The scripts of examples/ that train a draft, imported; and a small target with chats and caches for them."""
 
 import importlib
 import json
@@ -10,7 +10,7 @@ from niels_gpt.eagle3.models import write_small_target
 from support import ROOT
 from support.commands import niels_gpt
 
-SCRIPTS = ("eagle3_draft", "save_eagle3_draft", "train_eagle3_draft", "small_target")
+SCRIPTS = ("eagle3_draft", "save_eagle3_draft", "train_eagle3_draft", "train_dflash_draft", "small_target")
 ANSWERS = ["The heron walks to the mill.", "It was windy that day, so the otter stayed.", "Why? Pebbles!"]
 
 
