@@ -3,18 +3,22 @@
 The drafts, losses and readers are those of speculators 0.9.0, SpecForge 0.2.0 and NeMo Automodel 0.7.0.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support import drafts_run
+from support.errors import refused
 from support.exchange_files import HIDDEN, LAYERS, VOCAB, chats, export_cache, small_model
 from support.peer_caches import PEERS
 from support.peer_exchange import Tool
 
 from niels_gpt.eagle3 import make_target_cache
+from niels_gpt.eagle3.exchange import export
 from niels_gpt.eagle3.format.drafters import DRAFTERS, manifest_keys
+from niels_gpt.eagle3.format.native import TARGETS
 from niels_gpt.eagle3.target import dspark_features, parse_aux_layers
 
 FOLDERS = {"speculators": "speculators-0.9.0", "specforge": "specforge-0.2.0", "automodel": "0.7.0"}
@@ -23,10 +27,12 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 KINDS = [
+    ("speculators", "eagle3"),
     ("speculators", "peagle"),
     ("speculators", "dflash"),
     ("speculators", "dspark"),
     ("speculators", "mtp"),
+    ("specforge", "eagle3"),
     ("specforge", "dflash"),
     ("specforge", "dspark"),
     ("automodel", "dspark"),
@@ -57,7 +63,8 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def given():
-    return chats(small_model(), 6)
+    text = chats(model := small_model(), 6)[4]  # has loss on each token
+    return [*chats(model, 6), replace(text, mask=text.mask | True)]
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +81,8 @@ def cache(tmp_path_factory, given):
     """Return a function that makes a native cache for a kind of draft."""
     made = {}
 
-    def make(kind, targets=None, dtype="fp32", aux_dtype=None):
-        key = kind, targets, dtype, aux_dtype
+    def make(kind, targets=None, dtype="fp32", aux_dtype=None, given=given):
+        key = kind, targets, dtype, aux_dtype, len(given)
         if key not in made:
             folder, layers = tmp_path_factory.mktemp("made") / "c", layers_of(kind)
             rows = [
@@ -93,7 +100,7 @@ def cache(tmp_path_factory, given):
                 "aux_dtype": aux_dtype or dtype,
                 "dtype": dtype,
                 "seq_length": drafts_run.MAX_LEN,
-                "shard_bytes": 20_000,
+                "shard_bytes": 1 << 20 if targets else 20_000,  # one shard has the same batches with any rows
                 **manifest_keys(targets or DRAFTERS[kind].targets, layers, kind),
             }
             about = {"name": "small", "vocab_size": VOCAB, "hidden_size": HIDDEN, "config_sha256": "c" * 64}
@@ -113,7 +120,7 @@ def layers_of(kind):
 
 def distance(found, expected):
     """The length of the difference of two gradients, as a share of the length of the expected one."""
-    assert found.keys() == expected.keys() and len(expected) > 10
+    assert found.keys() == expected.keys() and len(expected) > 9
     assert all(bool(each.isfinite().all()) for each in found.values())
     ours, theirs = (torch.cat([each[name].flatten() for name in sorted(expected)]) for each in (found, expected))
     assert float(theirs.norm()) > 0
@@ -150,3 +157,50 @@ def test_the_gradient_of_a_cache_is_that_of_the_running_target(
     apart = distance(ours, gradient)
     print(tool, kind, form, f"loss {found:.6f} {loss:.6f}, gradient {apart:.1e} away")
     assert apart <= within and abs(found - loss) <= within * abs(loss)
+
+
+READS = {(tool, kind): DRAFTERS[kind].reads for tool, kind in KINDS} | {("specforge", "dflash"): "loss"}
+"""SpecForge's DFlash reads no last hidden state: any cache with its blocks is enough."""
+BLOCKS_OF = {"mtp": "eagle3"}
+"""A cache without blocks must have every row, so MTP has some here, which it does not read."""
+
+
+@pytest.mark.parametrize(("tool", "kind"), KINDS)
+def test_a_cache_of_the_fewest_rows_gives_the_same_gradient_and_a_level_less_another(
+    tools, target, cache, tmp_path, monkeypatch, tool, kind
+):
+    """Equal bits: the rows of format/drafters.py are enough, and each kind needs them."""
+    blocks = BLOCKS_OF.get(kind, kind)
+    layers = layers_of(blocks)
+    how = {"layers": layers} if tool == "automodel" else {}  # without the last one, the last hidden state of each token
+
+    def learnt(targets):
+        if not (out := tmp_path / targets).exists():
+            export_cache(cache(blocks, targets), tool, out, made_for=kind, **how)
+        return tools(tool).call(tool, kind, target, str(out), layers)
+
+    (loss, gradient), reads = learnt("all"), READS[tool, kind]
+    fewest, found = learnt(reads)
+    assert fewest == loss and found.keys() == gradient.keys()
+    assert all(torch.equal(found[name], each) for name, each in gradient.items())
+    if reads != "loss":
+        less = TARGETS[TARGETS.index(reads) - 1]
+        with refused("E710", f"has target rows for {less} only", f"--targets {reads}"):
+            learnt(less)
+        monkeypatch.setattr(export, "refuse_for", lambda *_: None)
+        assert distance(learnt(less)[1], gradient) > 1e-3
+
+
+def test_specforge_refuses_the_samples_that_are_left_out(tools, target, cache, live, learnt_live, given, tmp_path):
+    """Without two tokens with loss side by side, in files for DFlash and DSpark."""
+    alone = torch.arange(len(given[0].ids)) % 2 == 1
+    for kind in ("dflash", "dspark"):
+        sample = {**live[0], "loss_mask": alone.long()}
+        with pytest.raises(RuntimeError, match="require two consecutive supervised tokens"):
+            tools("specforge").call("specforge_samples", kind, [sample], layers_of(kind))
+        cache_of = cache(kind, given=[replace(given[0], mask=alone), *given])
+        done = export_cache(cache_of, "specforge", tmp_path / kind, made_for=kind)
+        assert (done.samples, done.left_out, done.tokens) == (7, 1, sum(len(each.ids) for each in given))
+        _, ours = tools("specforge").call("specforge", kind, target, str(tmp_path / kind), layers_of(kind))
+        assert distance(ours, learnt_live("specforge", kind)[0][1]) <= 1e-5
+    assert len(tools("specforge").call("specforge_samples", "eagle3", [sample], (1, 3, 4))) == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from support.peer_exchange import serve
 
-MAX_LEN, BLOCK, ANCHORS, MASK_ID = 64, 4, 16, 3
+MAX_LEN, BLOCK, ANCHORS, MASK_ID, STEPS = 64, 4, 16, 3, 3
 
 
 def _layer_config(target):
@@ -63,9 +63,7 @@ def speculators(kind, target, source, layers):
     torch.manual_seed(1)  # of the anchors
     losses = []
     for item in items:
-        length = len(item["input_ids"]) - (
-            shift is shift_batch
-        )  # no padding: P-EAGLE's eager attention makes NaN of it
+        length = len(item["input_ids"]) - (shift is shift_batch)  # no padding: eager attention makes NaN of it
         collate = CollateFn(length, hidden, len(layers), dtype=torch.float32, preprocess=shift)
         batch = {name: each for name, each in collate([item]).items() if name != "error_records"}
         losses.append(model(**batch, **call)[1])
@@ -96,9 +94,11 @@ def _speculators_model(kind, target, layers):
         return _mtp_of_speculators(target), {}
     from speculators.models.dflash.core import DFlashDraftModel
     from speculators.models.dspark.core import DSparkDraftModel
+    from speculators.models.eagle3.core import Eagle3DraftModel
     from speculators.models.peagle.core import PEagleDraftModel
 
-    made = {"dflash": DFlashDraftModel, "dspark": DSparkDraftModel, "peagle": PEagleDraftModel}[kind]
+    made = {"dflash": DFlashDraftModel, "dspark": DSparkDraftModel}
+    made = {"eagle3": Eagle3DraftModel, "peagle": PEagleDraftModel, **made}[kind]
     config = _layer_config(target)
     model = made.from_training_args(
         config,
@@ -109,10 +109,12 @@ def _speculators_model(kind, target, layers):
         mask_token_id=MASK_ID,
         block_size=BLOCK,
         markov_rank=8,
+        norm_before_residual=True,
+        ttt_steps=STEPS,
     )
     if kind == "dspark":
         given["tv_loss_fn"] = resolve_loss_config("tv", "eager")["tv"][0]
-    if kind != "peagle":
+    if kind in ("dflash", "dspark"):
         given["max_anchors"] = ANCHORS
     assert all(bool(torch.isfinite(each).all()) for each in model.parameters())
     return model, given
@@ -153,19 +155,13 @@ def specforge(kind, target, source, layers):
     from specforge.algorithms.common import dflash_family_model as models
     from specforge.modeling.draft.dflash import DFlashDraftModel
     from specforge.modeling.draft.dspark import DSparkDraftModel
-    from specforge.runtime.data_plane.feature_store import LocalFeatureStore
     from transformers import AutoModelForCausalLM
 
+    if kind == "eagle3":
+        return _eagle3_of_specforge(target, source, layers)
     is_dspark = kind == "dspark"
-    normalize = data.normalize_dspark_offline_sample if is_dspark else data.normalize_offline_sample
-    if isinstance(source, str):
-        build = data.build_dspark_offline_reader if is_dspark else data.build_offline_reader
-        store = LocalFeatureStore()
-        raw = [store.get(each)[0] for each in build(kind, source, run_id="r", ttt_length=1, max_len=MAX_LEN)]
-    else:
-        raw = [_file_of_specforge(each, layers) for each in source]
     collate = (data.build_dspark_collator if is_dspark else data.build_collator)()
-    batches = [collate([normalize(each, MAX_LEN)]) for each in raw]
+    batches = [collate([each]) for each in specforge_samples(kind, source, layers)]
     config = _layer_config(target)
     config._attn_implementation = "sdpa"
     config.block_size, config.num_target_layers = BLOCK, 8
@@ -188,13 +184,64 @@ def specforge(kind, target, source, layers):
     return _learnt(torch.stack([model(**batch)[0] for batch in wide]).mean(), model)
 
 
+def specforge_samples(kind, source, layers=()):
+    """Return the samples of a folder, or of a running target, as SpecForge's reader and normalizer give them."""
+    from specforge.algorithms.common import dflash_family_data as family
+    from specforge.algorithms.eagle3 import data as eagle3
+    from specforge.runtime.data_plane.feature_store import LocalFeatureStore
+
+    normalize, build = {
+        "eagle3": (eagle3.normalize_offline_sample, eagle3.build_offline_reader),
+        "dflash": (family.normalize_offline_sample, family.build_offline_reader),
+        "dspark": (family.normalize_dspark_offline_sample, family.build_dspark_offline_reader),
+    }[kind]
+    if not isinstance(source, str):
+        return [normalize(_file_of_specforge(each, layers), MAX_LEN) for each in source]
+    named, store = () if kind == "eagle3" else (kind,), LocalFeatureStore()
+    reader = build(*named, source, run_id="r", ttt_length=STEPS, max_len=MAX_LEN)
+    return [normalize(store.get(each)[0], MAX_LEN) for each in reader]
+
+
 def _file_of_specforge(sample, layers):
-    return {
-        "input_ids": sample["input_ids"],
-        "loss_mask": sample["loss_mask"],
-        "hidden_states": sample["blocks"][:, layers].flatten(1)[None],
-        "target_last_hidden_states": sample["post"][None],
-    }
+    """Return what its files of any kind hold."""
+    aux, last = sample["blocks"][:, list(layers)].flatten(1)[None], sample["post"][None]
+    states = {"hidden_states": aux, "target_last_hidden_states": last, "aux_hidden_state": aux, "hidden_state": last}
+    return {"input_ids": sample["input_ids"], "loss_mask": sample["loss_mask"], **states}
+
+
+def _eagle3_of_specforge(target, source, layers):
+    """Return loss and gradient of its EAGLE-3 draft, which has one layer."""
+    from types import SimpleNamespace
+
+    import torch
+
+    # Its Triton kernel needs a GPU, and Triton is not here: the loss is the package's own reference for the kernel.
+    language = SimpleNamespace(constexpr=int)
+    absent = {"triton": SimpleNamespace(jit=lambda kernel: kernel, language=language), "triton.language": language}
+    sys.modules.update(absent)
+    from specforge.algorithms.eagle3 import model as made
+    from specforge.core.loss import _compute_loss
+    from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
+    from specforge.modeling.target.target_head import TargetHead
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    for name in absent:
+        del sys.modules[name]
+    made.LogSoftmaxLoss = SimpleNamespace(apply=_compute_loss)
+    own, given = AutoModelForCausalLM.from_pretrained(target), _layer_config(target).to_dict()
+    for name in ("model_type", "architectures", "layer_types"):
+        given.pop(name)
+    config = LlamaConfig(**given, draft_vocab_size=given["vocab_size"])
+    torch.manual_seed(0)
+    draft = LlamaForCausalLMEagle3(config, attention_backend="sdpa")
+    draft.t2d.fill_(True)
+    model, losses = made.OnlineEagle3Model(draft, length=STEPS, attention_backend="sdpa"), []
+    for sample in specforge_samples("eagle3", source, layers):
+        ids, last, mask = TargetHead.preprocess(None, sample["input_ids"], sample["target"], sample["loss_mask"])
+        given = {"input_ids": ids, "loss_mask": mask, "attention_mask": sample["attention_mask"]}
+        given |= {"target": own.lm_head(last.float()), "hidden_states": sample["hidden_state"].float()}
+        losses.append(sum(model(**given)[0]))
+    return _learnt(torch.stack(losses).mean(), model)
 
 
 # --- NeMo Automodel ---------------------------------------------------------------------------------------------------

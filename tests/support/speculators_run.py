@@ -24,6 +24,23 @@ def both(cache, folder, **split):
     return [([each[number] for number in range(len(each))], each.approx_lengths) for each in (ours, theirs)]
 
 
+def batches(cache, folder, kind, **how):
+    """Return the batches of our loader, and of speculators' own with the shift of its training command for a kind."""
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.models.mtp.data import shift_batch_mtp
+    from speculators.train.data import ArrowDataset
+    from speculators.train.dataloader import _setup_dataloader
+
+    from niels_gpt.trainers.speculators import DraftRows, Eagle3Rows
+
+    assert Eagle3Rows is DraftRows
+    ours, theirs = DraftRows(cache, 64, **how), ArrowDataset(64, folder, on_missing="raise")
+    shift = {"eagle3": shift_batch, "peagle": shift_batch, "mtp": shift_batch_mtp}.get(kind)  # speculators/train/cli.py
+    layers = len(ours.target_layer_ids)
+    loader = _setup_dataloader(theirs, 64, ours.hidden_size, 0, layers, preprocess=shift)
+    return list(ours.loader(num_workers=0)), list(loader)
+
+
 def errors(cache, **opening):
     """Return the code and the text of what opening a cache raises."""
     from niels_gpt.storage.errors import CodedError

@@ -14,6 +14,7 @@ from support.peer_caches import PEERS
 from support.peer_exchange import Tool
 
 from niels_gpt.eagle3 import make_target_cache
+from niels_gpt.eagle3.format.drafters import DRAFTERS, manifest_keys
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 
 FOLDER = Path(PEERS or "") / "speculators-0.9.0"
@@ -25,6 +26,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 DRAFT = 200
+KINDS = ("peagle", "dflash", "dspark", "mtp")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,9 @@ def made(tmp_path_factory):
         for n, c in enumerate(given)
     ]
     common = [token for token, _ in Counter(chain(*(row.input_ids for row in rows))).most_common(DRAFT)]
-    for aux in ("bf16", "fp8"):
+    for name in ("bf16", "fp8", *KINDS):
+        aux, kind = ("bf16", name) if name in KINDS else (name, "eagle3")
+        layers = [] if kind == "mtp" else [*BLOCKS]
         manifest = {
             "format_version": "native-1",
             "target_model": "small",
@@ -53,17 +57,18 @@ def made(tmp_path_factory):
             "draft_vocab_size": DRAFT,
             "selected_token_ids": common,
             "hidden_size": HIDDEN,
-            "aux_layer_ids": list(BLOCKS),
+            "aux_layer_ids": layers,
             "aux_dtype": aux,
             "dtype": "bf16",
             "seq_length": 64,
             "shard_bytes": 20_000,
+            **manifest_keys(DRAFTERS[kind].targets, layers, kind),
         }
         made = {"tokenizer": {"sha256": "a" * 64, "template_sha256": None, "mask_by": "given", "pad_id": 0}}
         made["target"] = {"name": "small", "vocab_size": VOCAB, "hidden_size": HIDDEN, "config_sha256": "c" * 64}
         made["run"] = {"device": "cpu", "threads": 1, "attention": "sdpa", "compute_dtype": "fp32"}
-        make_target_cache(folder / aux, rows, lambda _: model, manifest, **made)
-        export_cache(folder / aux, "speculators", folder / f"{aux}-export")
+        make_target_cache(folder / name, rows, lambda _: model, manifest, **made)
+        export_cache(folder / name, "speculators", folder / f"{name}-export")
     return folder
 
 
@@ -90,6 +95,39 @@ def test_rows_are_those_of_an_export(speculators, made, aux, split):
     for one, other in zip(ours, theirs, strict=True):
         assert_equal(one, other)
         assert one["hidden_states"].shape[1] == 3 * HIDDEN and one["hidden_states"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_and_batches_for_a_draft_of_another_kind_are_those_of_an_export(speculators, made, kind):
+    """The cache says for which kind it was made; the rows have each state, zeros where its loss reads none."""
+    (ours, our_lengths), (theirs, their_lengths) = speculators.call("both", made / kind, made / f"{kind}-export")
+    assert our_lengths == their_lengths and len(ours) == 20
+    for one, other in zip(ours, theirs, strict=True):
+        assert_equal(one, other)
+        assert one["hidden_states"].shape[1] == (0 if kind == "mtp" else 3 * HIDDEN)
+        is_whole = bool(one["verifier_last_hidden_states"].any(-1).all())
+        assert is_whole == (kind in ("dspark", "mtp"))
+    for one, other in zip(*speculators.call("batches", made / kind, made / f"{kind}-export", kind), strict=True):
+        assert_equal(one, other)
+        shifted = kind == "peagle"
+        assert int(one["position_ids"][0, 0]) == shifted
+        assert ("verifier_last_hidden_states" in one) == (kind != "mtp")
+
+
+def test_a_cache_of_all_rows_serves_each_kind_that_is_named(speculators, made):
+    for kind in ("eagle3", *KINDS):
+        folders = made / "dspark", made / "dspark-export"
+        for one, other in zip(*speculators.call("batches", *folders, kind, made_for=kind), strict=True):
+            assert_equal(one, other)
+    for cache, kind, words in (
+        ("bf16", "dflash", "target rows for loss only, expected reply"),
+        ("peagle", "mtp", "target rows for loss only, expected all"),
+        ("dflash", "mtp", "target rows for reply only, expected all"),
+        ("mtp", "eagle3", "has 0 auxiliary layers"),
+        ("mtp", "medusa", "asked for medusa, expected one of eagle3, peagle, dflash, dspark, mtp"),
+    ):
+        code, text = speculators.call("errors", made / cache, made_for=kind)
+        assert code == "E710" and words in text, text
 
 
 @pytest.mark.parametrize("aux", ["bf16", "fp8"])

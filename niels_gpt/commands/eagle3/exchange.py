@@ -58,9 +58,15 @@ _OF_IMPORT = (
         help="raw: of each token itself; shifted: of the next one; if not given raw, checked by the replies",
     ),
     option(
+        "--for",
+        "made_for",
+        type=click.Choice(_KINDS),
+        help="the kind of draft, which SpecForge has other files for; if not given eagle3, of automodel dspark",
+    ),
+    option(
         "--targets",
         type=click.Choice(TARGETS),
-        help="tokens whose last hidden state is kept; if not given loss, of automodel all",
+        help="tokens whose last hidden state is kept; if not given as --for has it",
     ),
     option(
         "--draft-vocab-size",
@@ -96,6 +102,7 @@ def of_import(tools: tuple[str, ...]) -> Callable[[Callable[..., Result]], Calla
     examples="""niels-gpt eagle3 import DIR OUT --from specforge --target MODEL
 niels-gpt eagle3 import DIR OUT --from speculators --target MODEL --aux-dtype fp8
 niels-gpt eagle3 import DIR OUT --from specforge --target MODEL --trust --layers eagle3
+niels-gpt eagle3 import DIR OUT --from specforge --target MODEL --for dspark
 niels-gpt eagle3 import DIR OUT --from automodel --target MODEL""",
 )
 @of_import(TOOLS)
@@ -200,7 +207,7 @@ def _arguments(tool: str, source: Path, **how: Any) -> tuple[Any, dict[str, Any]
     if needs_layers != (how["layers"] is not None) or (how["last_hidden"] and not how["trust"]):
         raise UsageError("--trust needs --layers, and --layers and --last-hidden need --trust")
     target, running = _opened(tool, source, **how)
-    names = ("loss_mask", "targets", "draft_vocab_size", "drop_bad", "follow_links")
+    names = ("loss_mask", "made_for", "targets", "draft_vocab_size", "drop_bad", "follow_links")
     shared = {name: how[name] for name in names} | ({"shard_bytes": how["shard_bytes"]} if how["shard_bytes"] else {})
     return target, {**running, **shared, "aux_fp8": how["aux_dtype"] == "fp8"}
 
@@ -327,9 +334,12 @@ def export(cache: Path, out: Path, follow_links: bool, tool: str, layers: str | 
         f"{out}: {done.samples:,} samples of {done.tokens:,} tokens, {done.num_bytes:,} bytes of states",
         f"  for          {done.made_for}",
         f"  last hidden  {done.last_hidden}",
-        f"  zeros        {done.without_aux:,} tokens without auxiliary states, {done.without_last:,} without a last "
-        f"hidden state; the loss of {done.made_for} reads neither",
     ]
+    zeros = f"{done.without_aux:,} tokens without auxiliary states"
+    if done.last_hidden != "none":
+        zeros += f", {done.without_last:,} without a last hidden state"
+    zeros += f"; the loss of {done.made_for} reads none of them"
+    lines.append(f"  zeros        {zeros if done.without_aux or done.without_last else 'none'}")
     if done.left_out:
         lines.append(f"  left out     {done.left_out:,} samples without two tokens with loss side by side")
     say("\n".join([*lines, *(f"  note: {note}" for note in done.notes)]))

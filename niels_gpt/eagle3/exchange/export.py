@@ -19,7 +19,7 @@ from torch import Tensor
 
 from niels_gpt.eagle3.exchange.automodel import AutomodelWriter
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample
-from niels_gpt.eagle3.exchange.tools import NUM_LAYERS, SpecForgeWriter, SpeculatorsWriter
+from niels_gpt.eagle3.exchange.tools import KINDS, NUM_LAYERS, SpecForgeWriter, SpeculatorsWriter
 from niels_gpt.eagle3.format.drafters import DRAFTERS, drafters_of
 from niels_gpt.eagle3.format.layout import DTYPES, row_bytes_of
 from niels_gpt.eagle3.format.manifest import is_native, read_manifest
@@ -34,12 +34,6 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fresh_folder import fresh_folder
 from niels_gpt.work import Progress
 
-KINDS = {
-    "specforge": ("eagle3", "dflash", "dspark"),
-    "speculators": ("eagle3", "peagle", "dflash", "dspark", "mtp"),
-    "automodel": ("dspark",),
-}
-"""Tool -> the kinds of drafts that it trains from files; the first is the usual one."""
 _PAIRS = ("dflash", "dspark")
 """Kinds for which SpecForge refuses a sample without two tokens with loss side by side."""
 
@@ -53,11 +47,11 @@ class Exported:
     without_aux: int
     """Tokens whose auxiliary states are zeros."""
     without_last: int
-    """Tokens whose last hidden state is zeros."""
+    """Tokens whose last hidden state is zeros; 0 for a folder without last hidden states."""
     num_bytes: int
     """Bytes of the files with states."""
     last_hidden: str
-    """pre_norm or post_norm: side of the last hidden states in the folder."""
+    """pre_norm or post_norm: side of the last hidden states in the folder; none: it has none of them."""
     made_for: str
     """The kind of draft: a key of DRAFTERS."""
     left_out: int
@@ -111,34 +105,36 @@ def export_cache(
     refuse_for(tool, cache, manifest, made_for)
     stored = NativeShards.of_cache(cache, follow_links=follow_links)
     _refuse_large(cache, stored)
-    post_norm = tool != "speculators"
-    to_post_norm = post_norm and manifest["conventions"]["last_hidden"] == "pre_norm"
-    head = TargetHead.of_cache(cache, follow_links=follow_links) if to_post_norm else None
     source = Source(cache, stored, made_for, layers, shard_size, follow_links)
     needs_pair = tool == "specforge" and made_for in _PAIRS
-    num_bytes = written = 0
+    num_bytes, written = 0, list[int]()
     with fresh_folder(out, sources=[cache]) as work:
         writer = WRITERS[tool](work, source)
+        to_post_norm = (manifest["conventions"]["last_hidden"], writer.last_hidden) == ("pre_norm", "post_norm")
+        head = TargetHead.of_cache(cache, follow_links=follow_links) if to_post_norm else None
         for index in range(stored.num_samples):
             sample = whole_sample(stored.sample(index), manifest, head, one_dtype=tool != "specforge")
             _refuse_bad(cache, manifest, index, sample)
             if not needs_pair or bool((sample.loss_mask[1:] & sample.loss_mask[:-1]).any()):
-                num_bytes += writer.write(written, sample)
-                written += 1
+                num_bytes += writer.write(len(written), sample)
+                written.append(index)
             if progress is not None:
                 progress(index + 1, index + 1, stored.num_samples)
+        if not written:
+            found = f"not one of {stored.num_samples:,} samples has two tokens with loss side by side"
+            raise CacheError(cache, found, f"some, as SpecForge's {made_for} wants them", code="E710")
         writer.finish()
-    tokens, aux_rows, target_rows = stored.counts.sum(axis=0).tolist()
+    tokens, aux_rows, target_rows = stored.counts[written].sum(axis=0).tolist()
     return Exported(
-        written,
+        len(written),
         tokens,
         tokens - aux_rows,
-        tokens - target_rows,
+        0 if writer.last_hidden == "none" else tokens - target_rows,
         num_bytes,
         writer.last_hidden,
         made_for,
-        stored.num_samples - written,
-        tuple(_notes(manifest, to_post_norm)),
+        stored.num_samples - len(written),
+        tuple(_notes(tool, manifest, to_post_norm)),
     )
 
 
@@ -153,13 +149,18 @@ def refuse_for(tool: str, cache: Path, manifest: dict[str, Any], made_for: str) 
     if made_for not in KINDS[tool]:
         expected = f"one of {', '.join(KINDS[tool])}, which {tool} trains from files"
         raise CacheError(cache, f"asked for {made_for}", expected, code="E710")
-    layers, last = len(manifest["aux_layer_ids"]), manifest["conventions"]["last_hidden"]
-    if tool == "specforge" and (layers != NUM_LAYERS if made_for == "eagle3" else not layers):
-        expected = f"{NUM_LAYERS}, which SpecForge's EAGLE-3 takes" if made_for == "eagle3" else "one or more"
+    layers, is_theirs = len(manifest["aux_layer_ids"]), (tool, made_for) == ("specforge", "eagle3")
+    if (layers != NUM_LAYERS) if is_theirs else (not layers and made_for != "mtp"):
+        expected = f"{NUM_LAYERS}, which SpecForge's EAGLE-3 takes" if is_theirs else "one or more"
         raise CacheError(cache, f"has {layers} auxiliary layers", expected, code="E710")
-    if tool == "speculators" and last == "post_norm":
+    if tool == "speculators" and manifest["conventions"]["last_hidden"] == "post_norm":
         found = "has last hidden states after the final norm, which cannot be undone"
-        raise CacheError(cache, found, "those before it, which speculators takes", "Export to specforge", code="E710")
+        remedy = "precompute stores those before it, and so does an import from speculators"
+        fits = layers == NUM_LAYERS if made_for == "eagle3" else made_for in _PAIRS
+        if fits and made_for in drafters_of(manifest):
+            words = ["niels-gpt", "eagle3", "export", str(cache), "OUT", "--to", "specforge", "--for", made_for]
+            remedy += f". SpecForge takes the ones after it: {shlex.join(words)}"
+        raise CacheError(cache, found, "those before it, which speculators takes", remedy, code="E710")
     reads_last = (tool, made_for) != ("specforge", "dflash")
     if reads_last and made_for not in drafters_of(manifest):
         found = f"has target rows for {manifest.get('targets', 'loss')} only"
@@ -221,10 +222,12 @@ def _spread(states: Tensor, positions: Tensor, length: int) -> Tensor:
     return whole
 
 
-def _notes(manifest: dict[str, Any], to_post_norm: bool) -> list[str]:
+def _notes(tool: str, manifest: dict[str, Any], to_post_norm: bool) -> list[str]:
     notes, enough = list[str](), drafters_of(manifest)
-    if missing := sorted(DRAFTERS.keys() - {*enough}):
-        notes.append(f"for {', '.join(enough)} only: {', '.join(missing)} read states that the cache does not have")
+    missing = sorted({*KINDS[tool]} - {*enough})
+    if tool == "speculators" and missing:  # one folder for all kinds
+        read = "reads" if len(missing) == 1 else "read"
+        notes.append(f"for {', '.join(enough)} only: {', '.join(missing)} {read} states that the cache does not have")
     if to_post_norm:
         notes.append("the final norm was applied to the last hidden states")
     if manifest["aux_dtype"] == "fp8" and manifest["aux_layer_ids"]:

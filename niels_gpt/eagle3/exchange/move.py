@@ -22,8 +22,8 @@ from niels_gpt.eagle3.derive import frequent_tokens
 from niels_gpt.eagle3.exchange.automodel import AutomodelFiles
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample
 from niels_gpt.eagle3.exchange.proof import PROOF_TOKENS, Capture, Convention, prove, reach, refuse_shifted_mask
-from niels_gpt.eagle3.exchange.tools import FILES
-from niels_gpt.eagle3.format.drafters import manifest_keys
+from niels_gpt.eagle3.exchange.tools import KINDS, SpecForgeFiles, SpeculatorsFiles
+from niels_gpt.eagle3.format.drafters import DRAFTERS, manifest_keys
 from niels_gpt.eagle3.format.layout import DTYPES, MAX_ROWS
 from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, write_manifest
 from niels_gpt.eagle3.format.meta import write_meta
@@ -41,7 +41,7 @@ from niels_gpt.eagle3.format.shards import NativeShards
 from niels_gpt.eagle3.format.weights import write_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.totals import Counts
-from niels_gpt.storage.errors import CacheError, TargetError
+from niels_gpt.storage.errors import CacheError, TargetError, UsageError
 from niels_gpt.storage.fresh_folder import fresh_folder
 from niels_gpt.work import Progress
 
@@ -50,8 +50,18 @@ from niels_gpt.work import Progress
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Form = tuple[int, torch.dtype, torch.dtype]
 """Auxiliary layers of a sample, their dtype, dtype of its last hidden states."""
-READERS = {**FILES, "automodel": AutomodelFiles}
+READERS: dict[str, Any] = {"specforge": SpecForgeFiles, "speculators": SpeculatorsFiles, "automodel": AutomodelFiles}
 """Tool -> reader of its complete folders."""
+
+
+def open_files(tool: str, source: Path, target: Target, made_for: str | None, **how: bool) -> Any:
+    """Open a folder of a tool. how: of its reader. Raises: UsageError for a kind that has no such files; CacheError."""
+    if made_for not in (None, *KINDS[tool]):
+        raise UsageError(f"--for {made_for}: {tool} has files for {', '.join(KINDS[tool])}")
+    of_kind = {"made_for": made_for} if tool == "specforge" and made_for else {}
+    return READERS[tool](source, target.hidden_size, target.vocab_size, **how, **of_kind)
+
+
 Read = Callable[..., ForeignSample | None]
 """`Importer.read`, or a function with its arguments that waits for the sample."""
 
@@ -109,6 +119,7 @@ def import_cache(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     drop_bad: bool = False,
     loss_mask: str | None = None,
+    made_for: str | None = None,
     targets: str | None = None,
     progress: Progress | None = None,
     follow_links: bool = False,
@@ -122,18 +133,20 @@ def import_cache(
     drop_bad: leave out and count samples that are missing, unreadable, mismatched or not finite, instead of failing.
     loss_mask: "raw": of each token itself; "shifted": of the next token; None: raw, and an error if the drawn samples
         show a shifted mask.
-    targets: which target rows the cache gets: one of TARGETS; None: all of Automodel's cache, else loss.
+    made_for: the kind of draft: a key of DRAFTERS. SpecForge has files of its own for dspark. None: eagle3.
+    targets: which target rows the cache gets: one of TARGETS; None: as `made_for` has it, and all of Automodel's cache.
     progress: counts samples.
-    Raises: CacheError for a folder or sample that does not fit, or conventions that cannot be determined; ValueError
-        for contradictory arguments.
+    Raises: UsageError for a kind that the tool has no such files for; CacheError for a folder or sample that does not
+        fit, or conventions that cannot be determined; ValueError for contradictory arguments.
     """
     if (capture is None) == (stated is None) or samples < 1:
         raise ValueError("either a capture and one sample or more to prove the conventions on, or stated ones")
-    files: ForeignFiles = READERS[tool](source, target.hidden_size, target.vocab_size, follow_links=follow_links)
+    files: ForeignFiles = open_files(tool, source, target, made_for, follow_links=follow_links)
     total = files.count
     assert total is not None  # of a folder that does not grow
-    targets = targets or ("all" if tool == "automodel" else "loss")
-    run = Importer(tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes, targets)
+    usual = "dspark" if tool == "automodel" else "eagle3"
+    targets = targets or DRAFTERS[made_for or usual].targets
+    run = Importer(tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes, targets, made_for)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
     run.settle(order, run.read, samples, capture, stated)
     with fresh_folder(out, sources=[source]) as work:
@@ -164,15 +177,17 @@ class Importer:
         aux_fp8: bool,
         shard_bytes: int,
         targets: str = "loss",
+        made_for: str | None = None,
         after_shard: Callable[[int], object] = lambda index: None,
         check: Callable[[], object] | None = None,
     ) -> None:
-        """targets: which target rows the cache gets: one of TARGETS. after_shard: called with the first sample
-        behind it after each shard is durable. check: called before.
+        """targets: which target rows the cache gets: one of TARGETS. made_for: the kind of draft, for the manifest.
+
+        after_shard: called with the first sample behind it after each shard is durable. check: called before.
         """
         self._tool, self.source, self._target, self._drop_bad, self._mask = tool, source, target, drop_bad, loss_mask
         self.files, self._after_shard, self._check = files, after_shard, check
-        self._aux_fp8, self._shard_bytes, self._targets = aux_fp8, shard_bytes, targets
+        self._aux_fp8, self._shard_bytes, self._targets, self._made_for = aux_fp8, shard_bytes, targets, made_for
         self.dropped: Counter[str] = Counter()
         self.first_dropped: list[str] = []
         self.was_fp8 = self.mask_checked = False
@@ -399,7 +414,7 @@ class Importer:
             },
             "head": self._head.facts(),
             "shard_bytes": self._shard_bytes,
-            **manifest_keys(self._targets, convention.aux_layer_ids),
+            **manifest_keys(self._targets, convention.aux_layer_ids, self._made_for),
             "imported": {"from": self._tool, "proved": convention.as_json(), **trusted},
         }
 

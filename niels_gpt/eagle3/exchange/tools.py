@@ -2,9 +2,14 @@
 
 SpecForge's offline features are a tree of *.ckpt or *.ckpt.gz files, one a sample. They are ordered by the number in
 their names, data_9.ckpt before data_10.ckpt in any folder; if a name has no number, or two have the same, by path. Each
-is a torch.save dict: `input_ids` [L], `loss_mask` [L], `hidden_state` [1, L, H], the input of lm_head, and
-`aux_hidden_state` [1, L, 3H]. SpecForge's trainer later shifts ids and target states by one token, but not the mask,
-and sets the mask's last value to 0.
+is a torch.save dict: `input_ids` [L], `loss_mask` [L], and states by the kind of draft:
+
+    eagle3   `hidden_state` [1, L, H], the input of lm_head, and `aux_hidden_state` [1, L, 3H]
+    dspark   `target_last_hidden_states` [1, L, H], the input of lm_head, and `hidden_states` [1, L, K * H]
+    dflash   `hidden_states` alone
+
+For EAGLE-3 SpecForge's trainer later shifts ids and target states by one token, but not the mask, and sets the mask's
+last value to 0. For dflash and dspark it refuses a sample without two tokens with loss side by side.
 
 speculators' offline data are a folder of `datasets` that contains hidden_states/hs_{i}.safetensors for each row i. Rows
 have `input_ids`, `loss_mask` and `seq_len`. A file has `token_ids` [L] and `hidden_states` [L, K + 1, H]; its last
@@ -34,14 +39,26 @@ from niels_gpt.eagle3.format.manifest import load_safetensors
 from niels_gpt.eagle3.format.torch_files import load_tensors
 from niels_gpt.storage import fileio
 from niels_gpt.storage.arrow_messages import messages
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, UsageError
 from niels_gpt.storage.meta_json import printable, shortened
+
+KINDS = {
+    "specforge": ("eagle3", "dflash", "dspark"),
+    "speculators": ("eagle3", "peagle", "dflash", "dspark", "mtp"),
+    "automodel": ("dspark",),
+}
+"""Tool -> the kinds of drafts that it trains from files; the first is the usual one."""
 
 # --- SpecForge --------------------------------------------------------------------------------------------------------
 
 NUM_LAYERS = 3
 """Auxiliary layers of SpecForge's EAGLE-3."""
-_KEYS = ("input_ids", "loss_mask", "hidden_state", "aux_hidden_state")
+_KEYS = {
+    "eagle3": ("hidden_state", "aux_hidden_state"),
+    "dspark": ("target_last_hidden_states", "hidden_states"),
+    "dflash": (None, "hidden_states"),
+}
+"""Kind of draft -> keys of the last hidden states and of the auxiliary states."""
 _SUFFIXES = (".ckpt", ".ckpt.gz")
 _FILES_OF_A_FOLDER = 2000
 
@@ -53,12 +70,25 @@ class SpecForgeFiles:
     aux_layer_ids = None
 
     def __init__(
-        self, folder: Path, hidden_size: int, vocab_size: int, *, follow_links: bool = False, grows: bool = False
+        self,
+        folder: Path,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        made_for: str = "eagle3",
+        follow_links: bool = False,
+        grows: bool = False,
     ) -> None:
-        """grows: files may come; then each has a number of its own in its name, and is the sample of this number.
+        """made_for: the kind of draft that the files are for.
 
-        Raises: CacheError E711 if there is no such file, or a subfolder is a link; OSError.
+        grows: files may come; then each has a number of its own in its name, and is the sample of this number.
+        Raises: UsageError for dflash; CacheError E711 if there is no such file, or a subfolder is a link; OSError.
         """
+        last, self._aux_key = _KEYS[made_for]
+        if last is None:
+            text = "--for dflash: SpecForge's files for it have no last hidden states, which a native cache stores"
+            raise UsageError(f"{text}. Import its files for eagle3, or for dspark: --for dspark")
+        self._last_key = last
         self._folder, self._sizes = folder, (hidden_size, vocab_size)
         self._follow_links, self._grows = follow_links, grows
         self._paths: dict[int, Path] = {}
@@ -105,8 +135,9 @@ class SpecForgeFiles:
         path, name = self._paths.get(index), self.name(index)
         if path is None:
             raise BadSample("missing", name, f"no file of this number, such as data_{index}.ckpt")
+        keys = ("input_ids", "loss_mask", self._aux_key, self._last_key)
         try:
-            tensors = load_tensors(path, _KEYS, follow_links=self._follow_links)
+            tensors = load_tensors(path, keys, follow_links=self._follow_links)
         except FileNotFoundError as error:
             if os.fspath(error.filename or "") != str(path):  # no folder for the temporary file
                 raise
@@ -114,12 +145,16 @@ class SpecForgeFiles:
         except CacheError as error:
             raise unreadable(name, error) from error
         except ValueError as error:
-            raise BadSample("unreadable", name, str(error)) from error
-        states, last = tensors["aux_hidden_state"], tensors["hidden_state"]
-        for key, tensor in (("aux_hidden_state", states), ("hidden_state", last)):
-            if tensor.dim() != 3 or len(tensor) != 1:
+            is_other = str(error).startswith(f"{self._aux_key} is None")
+            remedy = "Name the kind of draft that the files are for: --for eagle3 or --for dspark" if is_other else ""
+            raise BadSample("unreadable", name, str(error), remedy) from error
+        for key in keys[2:]:
+            tensor = tensors[key]
+            tensors[key] = tensor = tensor[0] if tensor.dim() == 3 and len(tensor) == 1 else tensor
+            if tensor.dim() != 2:
                 raise BadSample("mismatched", name, f"{key} is {list(tensor.shape)}, expected [1, tokens, values]")
-        return checked_sample(name, tensors["input_ids"], tensors["loss_mask"], states[0], last[0], *self._sizes)
+        ids, mask, states, last = (tensors[key] for key in keys)
+        return checked_sample(name, ids, mask, states, last, *self._sizes)
 
 
 def _number_of(path: str) -> int | None:
@@ -148,10 +183,10 @@ def _walked(folder: Path, follow_links: bool) -> Iterator[tuple[str, list[str]]]
 class SpecForgeWriter:
     """Writes a folder of SpecForge's features; file names sort in the order of the samples."""
 
-    last_hidden = "post_norm"
-
     def __init__(self, folder: Path, num_samples: int, made_for: str = "eagle3") -> None:
-        self._folder, self._made_for, self._digits = folder, made_for, max(6, len(str(num_samples)))
+        self._folder, self._digits = folder, max(6, len(str(num_samples)))
+        self._last_key, self._aux_key = _KEYS[made_for]
+        self.last_hidden = "post_norm" if self._last_key else "none"
 
     def write(self, index: int, sample: ForeignSample) -> int:
         """Write a sample; return its bytes."""
@@ -159,12 +194,9 @@ class SpecForgeWriter:
         rows = f"rows_{begin:0{self._digits}d}-{begin + _FILES_OF_A_FOLDER:0{self._digits}d}"
         path = self._folder / rows / f"data_{index:0{self._digits}d}.ckpt"
         path.parent.mkdir(exist_ok=True)
-        aux, last = sample.aux.flatten(1)[None], sample.last[None]
-        states = {"hidden_state": last, "aux_hidden_state": aux}
-        if self._made_for != "eagle3":
-            states = {"hidden_states": aux} | (
-                {"target_last_hidden_states": last} if self._made_for == "dspark" else {}
-            )
+        states = {self._aux_key: sample.aux.flatten(1)[None]}
+        if self._last_key:
+            states[self._last_key] = sample.last[None]
         torch.save({"input_ids": sample.input_ids, "loss_mask": sample.loss_mask.to(torch.int64), **states}, path)
         return path.stat().st_size
 
@@ -394,10 +426,3 @@ def _no_bars() -> Iterator[None]:
     finally:
         if shown:
             datasets.enable_progress_bars()
-
-
-FILES: dict[str, type[SpecForgeFiles] | type[SpeculatorsFiles]] = {
-    "specforge": SpecForgeFiles,
-    "speculators": SpeculatorsFiles,
-}
-"""Tool -> reader of its folders, which may still grow."""

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, GrowingFiles
-from niels_gpt.eagle3.exchange.move import Imported, Importer, Target
+from niels_gpt.eagle3.exchange.move import Imported, Importer, Target, open_files
 from niels_gpt.eagle3.exchange.proof import Capture, Convention
-from niels_gpt.eagle3.exchange.tools import FILES
+from niels_gpt.eagle3.format.drafters import DRAFTERS
 from niels_gpt.eagle3.format.layout import (
     DTYPES,
     LOCK_NAME,
@@ -111,6 +111,7 @@ def watch_cache(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     drop_bad: bool = False,
     loss_mask: str | None = None,
+    made_for: str | None = None,
     targets: str | None = None,
     until: Until = Until(),
     consume: bool = False,
@@ -134,19 +135,22 @@ def watch_cache(
         raise ValueError("either a capture and one sample or more to prove the conventions on, or stated ones")
     out = out.absolute()
     _refuse_other_content(out, source)
-    files = FILES[tool](source, target.hidden_size, target.vocab_size, follow_links=follow_links, grows=True)
+    files: GrowingFiles = open_files(tool, source, target, made_for, follow_links=follow_links, grows=True)
     if (consume and follow_links) or (until.samples_total is not None and files.count is not None):
         raise ValueError("consume removes no links, and speculators' rows give the number of samples")
     settings = {"from": tool, "samples": samples, "loss_mask": loss_mask}  # and all else that decides the shards
     settings |= {"aux_dtype": "fp8" if aux_fp8 else "stored", "shard_bytes": shard_bytes}
-    targets = targets or "loss"
-    settings |= _facts_of(target, stated) | files.facts() | ({} if targets == "loss" else {"targets": targets})
+    targets = targets or DRAFTERS[made_for or "eagle3"].targets
+    of_kind = {"targets": (targets, "loss"), "made_for": (made_for or "eagle3", "eagle3")}  # as before where usual
+    settings |= _facts_of(target, stated) | files.facts()
+    settings |= {name: value for name, (value, usual) in of_kind.items() if value != usual}
     fileio.make_dir(out / SIDECAR)
     lock = out / SIDECAR / LOCK_NAME
     with file_lock(lock, out, "is being written", wait=False):
         _refuse_other_content(out, source)
         journal = _journal_of(out, command, json.loads(json.dumps(settings)))
-        importing = partial(Importer, tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes, targets)
+        importing = partial(Importer, tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes)
+        importing = partial(importing, targets, made_for)
         run = _Watch(out, source, files, journal, importing, partial(check_lease, lock), consume)
         arrivals = Arrivals(source, files, run.importer, run.end_of(until.samples_total), until, run.tell(waiting))
         run.take(arrivals, samples, capture, stated, progress)

@@ -1,0 +1,208 @@
+"""Folders for drafts of every kind: which cache is enough for which, and what the files hold."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.commands import niels_gpt
+from support.errors import refused
+from support.exchange_files import BLOCKS, HIDDEN, VOCAB, export_cache, specforge_dict, write_speculators
+
+from niels_gpt.eagle3.exchange.export import KINDS, refuse_for
+from niels_gpt.eagle3.format.drafters import DRAFTERS
+from niels_gpt.eagle3.native import NativeEagle3Dataset
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ENOUGH = {
+    "speculators": {
+        "loss": {"eagle3", "peagle"},
+        "reply": {"eagle3", "peagle", "dflash", "dspark"},
+        "all": {"eagle3", "peagle", "dflash", "dspark", "mtp"},
+    },
+    "specforge": {
+        "loss": {"eagle3", "dflash"},
+        "reply": {"eagle3", "dflash", "dspark"},
+        "all": {"eagle3", "dflash", "dspark"},
+    },
+    "automodel": {"loss": set(), "reply": {"dspark"}, "all": {"dspark"}},
+}
+"""Tool -> target rows of a cache with three blocks -> the kinds of drafts that the tool trains from it."""
+
+
+def manifest_of(targets, layers=BLOCKS, last_hidden="pre_norm"):
+    return {
+        "format_version": "native-1",
+        "targets": targets,
+        "aux_layer_ids": [*layers],
+        "conventions": {"last_hidden": last_hidden},
+    }
+
+
+def answers(tool, manifest):
+    """The kinds of drafts that are not refused, and what is said of the others."""
+    taken, said = set(), {}
+    for kind in DRAFTERS:
+        try:
+            refuse_for(tool, Path("c"), manifest, kind)
+            taken.add(kind)
+        except Exception as error:
+            assert getattr(error, "code", None) == "E710"
+            said[kind] = str(error)
+    return taken, said
+
+
+@pytest.mark.parametrize("tool", KINDS)
+@pytest.mark.parametrize("targets", ["loss", "reply", "all"])
+def test_a_tool_is_given_the_caches_that_have_what_its_draft_reads(tool, targets):
+    taken, said = answers(tool, manifest_of(targets))
+    assert taken == ENOUGH[tool][targets]
+    for kind, text in said.items():
+        reads = DRAFTERS[kind].reads
+        lacks = f"has target rows for {targets} only, expected {reads}"
+        assert (lacks in text and f"--targets {reads}" in text) if kind in KINDS[tool] else f"asked for {kind}" in text
+    assert answers(tool, {"format_version": 2})[0] == set()
+
+
+def test_blocks_and_the_side_of_the_norm_decide_too():
+    for tool, expected in {"speculators": {"mtp"}, "specforge": set(), "automodel": set()}.items():
+        taken, said = answers(tool, manifest_of("all", layers=()))
+        assert taken == expected and all("has 0 auxiliary layers" in said[kind] for kind in {*KINDS[tool]} - {"mtp"})
+    taken, said = answers("specforge", manifest_of("all", layers=(1, 2, 3, 4)))
+    assert taken == {"dflash", "dspark"} and "has 4 auxiliary layers, expected 3" in said["eagle3"]
+    taken, said = answers("speculators", manifest_of("reply", last_hidden="post_norm"))
+    assert taken == set() and all("after the final norm, which cannot be undone" in text for text in said.values())
+    remedies = {kind: text.partition("niels-gpt eagle3 export ")[2] for kind, text in said.items()}
+    words = {kind: f"c OUT --to specforge --for {kind}" for kind in ("eagle3", "dflash", "dspark")}
+    assert {kind: text for kind, text in remedies.items() if text} == words
+    assert answers("specforge", manifest_of("reply", last_hidden="post_norm"))[0] == {*words}
+
+
+@pytest.fixture(scope="module")
+def whole(given, importing, tmp_path_factory):
+    """A folder of speculators with states of float32, and caches of it by target rows."""
+    folder = tmp_path_factory.mktemp("whole")
+    source = write_speculators(folder / "speculators", given)
+    for targets in ("loss", "reply", "all"):
+        importing("speculators", source, folder / targets, targets=targets)
+    return folder
+
+
+def test_the_note_on_other_drafts_is_there_where_it_is_true(whole, tmp_path):
+    notes = {
+        "loss": ["for eagle3, peagle only: dflash, dspark, mtp read states that the cache does not have"],
+        "reply": ["for dflash, dspark, eagle3, peagle only: mtp reads states that the cache does not have"],
+        "all": [],
+    }
+    for targets, expected in notes.items():
+        assert [*export_cache(whole / targets, "speculators", tmp_path / targets).notes] == expected
+        done = export_cache(whole / targets, "specforge", tmp_path / f"s-{targets}", made_for="dflash")
+        assert (done.notes, done.last_hidden, done.without_last) == ((), "none", 0)  # one folder for each kind
+
+
+def files_of(folder, pattern):
+    """The tensors of each file with states, by name."""
+    from safetensors.torch import load_file
+
+    paths = sorted(folder.rglob(pattern), key=lambda path: (len(path.name), path.name))
+    return [torch.load(path) if path.suffix == ".ckpt" else load_file(path) for path in paths]
+
+
+def assert_equal_files(found, expected):
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name, each in one.items():
+            assert each.dtype == other[name].dtype and torch.equal(each, other[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS["speculators"])
+def test_speculators_files_of_a_whole_cache_are_those_of_its_producer(whole, importing, tmp_path, kind):
+    """Each state, none of zeros: the rows and states that were imported come back, whatever the kind of draft."""
+    done = importing("speculators", whole / "speculators", tmp_path / "c", made_for=kind, targets="all")
+    assert (done.samples, done.target_rows) == (10, done.tokens)
+    manifest = NativeEagle3Dataset(tmp_path / "c").manifest
+    assert manifest.get("made_for", "eagle3") == kind and len(manifest["enough_for"]) == 5
+    exported = export_cache(tmp_path / "c", "speculators", tmp_path / "f")
+    assert (exported.made_for, exported.without_aux, exported.without_last, exported.left_out) == (kind, 0, 0, 0)
+    assert_equal_files(files_of(tmp_path / "f", "hs_*"), files_of(whole / "speculators", "hs_*"))
+
+
+def test_specforge_files_for_dspark_go_both_ways_and_become_those_for_dflash(given, importing, tmp_path):
+    expected = [of_dspark(chat) for chat in given]
+    write_dspark(tmp_path / "f", expected)
+    done = importing("specforge", tmp_path / "f", tmp_path / "c", made_for="dspark")
+    assert (done.convention.aux_layer_ids, done.convention.last_hidden) == (BLOCKS, "post_norm")
+    assert done.target_rows == done.tokens
+    manifest = NativeEagle3Dataset(tmp_path / "c").manifest
+    assert (manifest["made_for"], manifest["targets"]) == ("dspark", "all")
+    exported = export_cache(tmp_path / "c", "specforge", tmp_path / "again")
+    assert (exported.made_for, exported.last_hidden, exported.notes) == ("dspark", "post_norm", ())
+    assert_equal_files(files_of(tmp_path / "again", "*.ckpt"), expected)
+    export_cache(tmp_path / "c", "specforge", tmp_path / "dflash", made_for="dflash")
+    for each in expected:
+        del each["target_last_hidden_states"]
+    assert_equal_files(files_of(tmp_path / "dflash", "*.ckpt"), expected)
+    with refused("E710", "after the final norm", "--to specforge --for dspark"):
+        export_cache(tmp_path / "c", "speculators", tmp_path / "no")
+    with refused("E101", "--for dflash", "no last hidden states", "--for dspark"):
+        importing("specforge", tmp_path / "dflash", tmp_path / "no", made_for="dflash")
+    with refused("E101", "--for mtp", "eagle3, dflash, dspark"):
+        importing("specforge", tmp_path / "f", tmp_path / "no", made_for="mtp")
+    with refused("E711", "aux_hidden_state is None", "--for dspark"):
+        importing("specforge", tmp_path / "f", tmp_path / "no")
+
+
+def of_dspark(chat):
+    """What a file of SpecForge for DSpark holds."""
+    held = specforge_dict(chat)
+    last, aux = held.pop("hidden_state"), held.pop("aux_hidden_state")
+    return {**held, "hidden_states": aux, "target_last_hidden_states": last}
+
+
+def write_dspark(folder, samples):
+    folder.mkdir()
+    for index, each in enumerate(samples):
+        torch.save(each, folder / f"data_{index}.ckpt")
+
+
+def test_samples_that_specforge_would_refuse_are_left_out_and_counted(given, importing, tmp_path):
+    alone = [replace(chat, mask=torch.arange(len(chat.ids)) % 2 == 1) for chat in given[:3]]
+    importing("speculators", write_speculators(tmp_path / "f", [*alone, *given[3:]]), tmp_path / "c", targets="all")
+    for kind, left in (("eagle3", 0), ("dflash", 3), ("dspark", 3)):
+        command = ("eagle3", "export", tmp_path / "c", tmp_path / kind, "--to", "specforge", "--for", kind)
+        done = niels_gpt(*command, "--json")
+        assert done.status == 0 and (done.json["samples"], done.json["left_out"]) == (10 - left, left)
+        assert done.json["tokens"] == sum(len(chat.ids) for chat in given[3 if left else 0 :])
+        assert len([*(tmp_path / kind).rglob("*.ckpt")]) == 10 - left
+    done = niels_gpt(*command[:3], tmp_path / "text", *command[4:])
+    assert "left out     3 samples without two tokens with loss side by side" in done.out
+    assert "for          dspark" in done.out and "zeros        none" in done.out
+    importing("speculators", write_speculators(tmp_path / "g", alone), tmp_path / "d", targets="all")
+    with refused("E710", "not one of 3 samples has two tokens with loss side by side"):
+        export_cache(tmp_path / "d", "specforge", tmp_path / "e", made_for="dspark")
+    assert not (tmp_path / "e").exists()
+
+
+def test_a_watch_for_dspark_gives_the_bytes_of_an_import(given, model, importing, tmp_path):
+    from niels_gpt.eagle3.exchange.move import Target
+    from niels_gpt.eagle3.exchange.proof import Convention
+    from niels_gpt.eagle3.exchange.watch import Until, watch_cache
+    from niels_gpt.eagle3.head import TargetHead
+
+    write_dspark(tmp_path / "f", [of_dspark(chat) for chat in given])
+    stated = (BLOCKS, "post_norm")
+    importing("specforge", tmp_path / "f", tmp_path / "imported", made_for="dspark", stated=stated)
+    target = Target("small", TargetHead.of_model(model), HIDDEN, VOCAB, [1, 2])
+    how = {"made_for": "dspark", "stated": Convention(*stated), "draft_vocab_size": 300, "until": Until(once=True)}
+    watch_cache("specforge", tmp_path / "f", tmp_path / "c", target, command=["f", "c"], **how)
+    made, expected = (
+        {
+            path.relative_to(folder): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file() and path.name != "lock"
+        }
+        for folder in (tmp_path / "c", tmp_path / "imported")
+    )
+    assert made == expected
