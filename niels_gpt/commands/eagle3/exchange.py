@@ -60,7 +60,7 @@ _OF_IMPORT = (
     option(
         "--for",
         "made_for",
-        type=click.Choice(_KINDS),
+        type=click.Choice(DRAFTERS),
         help="the kind of draft, which SpecForge has other files for; if not given eagle3, of automodel dspark",
     ),
     option(
