@@ -26,6 +26,7 @@ SLOW = {
     "README.md",
     "docs/building.md",
     "docs/chat_templates.md",
+    "docs/drafters.md",
     "docs/eagle3.md",
     "docs/eagle3_exchange.md",
     "docs/exchange.md",
