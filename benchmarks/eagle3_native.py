@@ -22,6 +22,7 @@ from measuring import Seconds, Ways, measured, ratio
 from numpy.typing import NDArray
 
 from niels_gpt.eagle3 import cache
+from niels_gpt.eagle3.format.drafters import manifest_keys
 from niels_gpt.eagle3.format.layout import AUX_DTYPES, Layout
 from niels_gpt.eagle3.format.native import NativeLayout, NativeSample, row_counts
 from niels_gpt.eagle3.format.shard_writer import NativeShardWriter, ShardWriter
@@ -82,7 +83,7 @@ def write_native(
     sizes |= {"num_samples": len(masks), "num_shards": len(cuts) - 1, "shard_bytes": 2**30}
     manifest = {"format_version": "native-1", "target_model": "none", "dtype": "bf16", "aux_dtype": aux_dtype, **sizes}
     manifest |= {"aux_layer_ids": [1, 15, 28], "selected_token_ids": list(range(DRAFT))}
-    manifest |= {} if targets == "loss" else {"targets": targets}
+    manifest |= manifest_keys(targets, manifest["aux_layer_ids"])
     cache.write_manifest(folder, manifest | {"conventions": conventions, "head": head})
 
 

@@ -33,7 +33,7 @@ from niels_gpt.eagle3 import Eagle3Stream
 from niels_gpt.eagle3.format.layout import DTYPES
 from niels_gpt.eagle3.format.weights import read_weights
 from niels_gpt.eagle3.head import TargetHead
-from niels_gpt.eagle3.native import FIELDS, NativeEagle3Dataset
+from niels_gpt.eagle3.native import NativeEagle3Dataset
 from niels_gpt.eagle3.target import capture, load_target
 
 DEPTH, BLOCK, ANCHORS, MASK_ID = 2, 8, 8, 0  # layers, tokens of a block, blocks of a sample
@@ -128,7 +128,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     options = made.parse_args(argv)
     torch.manual_seed(0)
     chance = torch.Generator().manual_seed(0)
-    data = NativeEagle3Dataset(options.cache, fields=FIELDS)
+    fields = ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden")
+    data = NativeEagle3Dataset(options.cache, fields=fields)
     layers, head = data.manifest["aux_layer_ids"], TargetHead.of_cache(options.cache)
     draft = Draft(read_weights(options.cache), len(layers) * data.manifest["hidden_size"])
     optimizer = torch.optim.AdamW((each for each in draft.parameters() if each.requires_grad), lr=1e-3)

@@ -53,6 +53,7 @@ __all__ = ["FIELDS", "NativeEagle3Dataset", "NativeSample", "build_native_datalo
 
 
 Item = TypeVar("Item")
+_LOSS_ONLY = "target rows for loss only", "reply or all, for `last_hidden` of each token"
 _KEPT = 2
 """Pieces of memory that wait for the next batch: a loop holds one batch while the next one is made."""
 
@@ -128,10 +129,12 @@ class NativeEagle3Dataset(CacheReader[Any]):
         input_ids, loss_mask    int64 [L], not shifted
         aux_hidden_states       [L, K * H] in the stored dtype, bf16 if that is fp8; [L, 0] without layers
         last_hidden             [L, H] in the stored dtype, on the side of the final norm that
-                                manifest["conventions"]["last_hidden"] names; `TargetHead.normed` applies the norm
+                                manifest["conventions"]["last_hidden"] names; `TargetHead.normed` applies the norm;
+                                zeros where the cache has none
+        last_hidden_mask        int64 [L]: 1 where it has one, by the rule of `targets` in docs/formats.md
 
-    They are copies, which may be changed, kept and sent. States are zeros at the tokens that have none in the cache:
-    `targets` in docs/formats.md says which have.
+    They are copies, which may be changed, kept and sent. aux_hidden_states are zeros behind those that the cache has:
+    with targets `loss` and `reply` from the last target row on, where they reach no loss.
 
     Opening checks header, starts and loss bits of every shard. A shard is mapped when it is first read; at most
     `max_open_shards` are mapped at a time. The tensors of a NativeSample are views of the map: clone them before you
@@ -172,9 +175,8 @@ class NativeEagle3Dataset(CacheReader[Any]):
         self._shards: NativeShards
         self._open(shards, expect)
         if fields is not None and "last_hidden" in fields and self.manifest.get("targets", "loss") == "loss":
-            found, expected = "has target rows for loss only", "reply or all, for `last_hidden` of each token"
             remedy = "Produce it with --targets reply or --targets all"
-            raise CacheError(self.cache_dir, found, expected, remedy, code="E710")
+            raise CacheError(self.cache_dir, *_LOSS_ONLY, remedy, code="E710")
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -266,7 +268,13 @@ def native_batch(
     }
 
 
-FIELDS = ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden")
+_INTEGERS: dict[str, Callable[[NativeSample], NDArray[Any]]] = {
+    "input_ids": lambda sample: sample.input_ids,
+    "loss_mask": lambda sample: sample.loss_mask,
+    "last_hidden_mask": lambda sample: np.isin(np.arange(len(sample.input_ids)), sample.positions),
+    "attention_mask": lambda sample: np.ones(len(sample.input_ids)),
+}
+FIELDS = ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden", "last_hidden_mask")
 """The fields of `NativeEagle3Dataset(fields=...)` and `token_batch`."""
 
 
@@ -282,22 +290,22 @@ def token_batch(
     fields: names of FIELDS. pad_to, memory: see `native_batch`.
     Returns: a dict of the fields, see `NativeEagle3Dataset`, each [B, W] or [B, W, width], and of attention_mask, int64
         [B, W]. Padding and states that are not stored are zeros.
-    Raises: ValueError for no samples, samples of several forms, and a sample longer than pad_to.
+    Raises: ValueError for no samples, samples of several forms, a sample longer than pad_to, and last_hidden of samples
+        with targets `loss`.
     """
     width, memory = _width_of(samples, pad_to), memory or BatchMemory()
-    ids, loss, attention = (np.zeros((len(samples), width), np.int64) for _ in range(3))
-    for row, sample in enumerate(samples):
-        length = len(sample.input_ids)
-        ids[row, :length], loss[row, :length], attention[row, :length] = sample.input_ids, sample.loss_mask, 1
+    if "last_hidden" in fields and any(sample.targets == "loss" for sample in samples):
+        raise ValueError(f"fields has last_hidden, and the samples have {_LOSS_ONLY[0]}, expected {_LOSS_ONLY[1]}")
     batch: dict[str, torch.Tensor] = {}
-    for name in fields:
-        if name == "aux_hidden_states":
-            batch[name] = _aux_of(samples, width, memory)
-        elif name == "last_hidden":
-            batch[name] = _last_of_tokens(samples, width, memory)
+    for name in (*fields, "attention_mask"):
+        if name in _INTEGERS:
+            table = np.zeros((len(samples), width), np.int64)
+            for row, sample in zip(table, samples, strict=True):
+                row[: len(sample.input_ids)] = _INTEGERS[name](sample)
+            batch[name] = torch.from_numpy(table)
         else:
-            batch[name] = torch.from_numpy({"input_ids": ids, "loss_mask": loss}[name])
-    return {**batch, "attention_mask": torch.from_numpy(attention)}
+            batch[name] = (_last_of_tokens if name == "last_hidden" else _aux_of)(samples, width, memory)
+    return batch
 
 
 def _last_of_tokens(samples: Sequence[NativeSample], width: int, memory: BatchMemory) -> torch.Tensor:

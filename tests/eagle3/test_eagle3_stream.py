@@ -167,6 +167,14 @@ def test_a_batch_keeps_its_state_where_it_is_copied_moved_or_prefetched(dataset)
     assert first.state == batch.state == one.state_dict()
 
 
+def test_a_run_may_ask_for_other_fields_when_it_resumes(tmp_path):
+    whole = written("native fields", tmp_path)
+    state = next(iter(stream(whole.as_stored()))).state
+    resumed = stream(NativeEagle3Dataset(tmp_path, fields=["input_ids"]))
+    resumed.load_state_dict(state)
+    assert numbers_of(whole, resumed) == ORDER[6:]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mixture_of_streams_takes_turns_by_weight_and_resumes(tmp_path, form):
     datasets = [written(form, tmp_path / str(seed), seed) for seed in (1, 2)]

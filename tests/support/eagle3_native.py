@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from niels_gpt.eagle3.format import weights
+from niels_gpt.eagle3.format.drafters import manifest_keys
 from niels_gpt.eagle3.format.layout import AUX_DTYPES, DTYPES
 from niels_gpt.eagle3.format.manifest import read_manifest, write_manifest
 from niels_gpt.eagle3.format.native import NativeLayout, NativeSample, quantized, row_counts, target_positions
@@ -48,6 +49,7 @@ def manifest_of(samples, shards, **changed):
             "tied": False,
             "compute_dtype": "fp32",
         },
+        **manifest_keys(changed.get("targets", "loss"), changed.get("aux_layer_ids", [3, 1])),
         **changed,
     }
 

@@ -33,6 +33,7 @@ def expected_of(sample, mask, targets, layers):
         "loss_mask": mask,
         "aux_hidden_states": [aux[token] if token < len(aux) else [0.0] * 4 * layers for token in range(len(mask))],
         "last_hidden": [rows.pop(0) if has_row(mask, token, targets) else [0.0] * 4 for token in range(len(mask))],
+        "last_hidden_mask": [int(has_row(mask, token, targets)) for token in range(len(mask))],
     }
 
 
@@ -47,7 +48,7 @@ def test_an_item_and_a_batch_have_each_token_of_the_oracle(tmp_path, targets, fo
     for number in (*range(7), -7, -1):
         item = dataset[number]
         assert [*item] == [*FIELDS]
-        assert [tensor.dtype for tensor in item.values()] == [torch.int64, torch.int64, aux, last]
+        assert [tensor.dtype for tensor in item.values()] == [torch.int64, torch.int64, aux, last, torch.int64]
         assert item["aux_hidden_states"].shape == (len(MASKS[number]), 4 * layers)
         assert {name: tensor.tolist() for name, tensor in item.items()} == oracle[number]
     for index in (7, -8):
@@ -73,6 +74,8 @@ def test_fields_come_alone_and_in_the_order_asked_for(tmp_path):
     assert [*token_batch(samples[:2], ["loss_mask"])] == ["loss_mask", "attention_mask"]
     with refused("E710", "targets reply", "last_hidden"):
         NativeEagle3Dataset(tmp_path, fields=FIELDS)
+    with refused("E102", "last_hidden", "reply or all"):
+        token_batch(samples)
     for fields in (["input_ids", "logits"], "input_ids", []):
         with refused("E101", "input_ids, loss_mask, aux_hidden_states, last_hidden"):
             build_native_dataloader(tmp_path, 2, False, fields=fields)
