@@ -1,4 +1,4 @@
-"""The EAGLE-3 target cache: a frozen target model's outputs on disk, so that a draft trains without the target.
+"""The target cache: a frozen target model's outputs on disk, so that a draft (EAGLE-3, DFlash, ...) trains without it.
 
 Public:
 

@@ -91,8 +91,8 @@ class Eagle3Kind(Kind):
     )
 
     card = Card(
-        "A frozen target model's hidden states and distributions over chats, from which an EAGLE-3 draft is trained "
-        "without the target",
+        "A frozen target model's hidden states and distributions over chats, from which a draft is trained without the "
+        "target",
         _targets,
         figures=_of_targets,
         check=CHECK_RECORDS,

@@ -3,7 +3,7 @@
     automodel.py    StreamDataset: a `_target_` for the dataset of NeMo Automodel's recipes
     grain.py        StreamSource, StreamDataset: rows by number, and batches whose state is the stream's; maxtext
     lightning.py    StreamDataModule: a data module whose position is in Lightning's checkpoints
-    speculators.py  DraftRows: the dataset of its loaders, over a native EAGLE-3 cache
+    speculators.py  DraftRows: the dataset of its loaders, for drafts of every kind, over a native cache
     torchtitan.py   StreamDataLoader: torchtitan's data loader
     transformers.py as_rows: what transformers' Trainer takes, and the callback that writes its checkpoints' state
     trl.py          as_rows: the same for TRL's SFTTrainer, with the borders of packed rows

@@ -17,8 +17,7 @@ from support.peer_exchange import Tool
 
 from niels_gpt.eagle3 import make_target_cache
 from niels_gpt.eagle3.exchange import export
-from niels_gpt.eagle3.format.drafters import DRAFTERS, manifest_keys
-from niels_gpt.eagle3.format.native import TARGETS
+from niels_gpt.eagle3.format.drafters import DRAFTERS, TARGETS, manifest_keys
 from niels_gpt.eagle3.target import dspark_features, parse_aux_layers
 
 FOLDERS = {"speculators": "speculators-0.9.0", "specforge": "specforge-0.2.0", "automodel": "0.7.0"}

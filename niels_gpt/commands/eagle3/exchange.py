@@ -45,7 +45,7 @@ _OF_IMPORT = (
     option(
         "--layers",
         metavar="IDS",
-        help="with --trust: stored layers from 0: eagle3, dflash:N, or 1,15,28",
+        help="with --trust: stored layers from 0: eagle3, dflash:N, dspark:N, none, or 1,15,28",
     ),
     option(
         "--last-hidden",

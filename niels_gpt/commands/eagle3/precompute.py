@@ -269,7 +269,7 @@ PRECOMPUTE = _Precompute(
         *flags_of(Options, "print sizes and free space, and stop; exit code 1: it does not fit"),
         Option(["--part"], metavar="i/N", hidden=True, help="the earlier name: --partitions N --partition i - 1"),
     ],
-    help="Run a large model over chats once, and store its outputs for training EAGLE-3 drafts.\n\n"
+    help="Run a large model over chats once, and store its outputs for training drafts.\n\n"
     "A draft is a small model that proposes tokens for a large one, the target, to check. It learns from the target's "
     "outputs; from the cache in DIR it does so without the target. MODEL is a transformers model, by folder or hub id. "
     "SOURCE is a source of chats (dolly15k, oasst1, or your own by its name), or a file, folder or pattern of JSONL, "

@@ -416,7 +416,7 @@ FACE = Group("eagle3", COMMANDS, help="Check, print and convert EAGLE-3 caches; 
 EAGLE3 = Group(
     "eagle3",
     [PRECOMPUTE, *COMMANDS],
-    help="Store a large model's outputs to train EAGLE-3 drafts; check and convert such caches.",
+    help="Store a large model's outputs to train drafts (EAGLE-3, DFlash, ...); check and convert such caches.",
 )
 """The group of niels-gpt."""
 

@@ -34,7 +34,7 @@ _SCHEMES = ("torchao:int8wo", "torchao:float8wo", "bitsandbytes:8bit", "bitsandb
 DRAFTERS = ("eagle3", "peagle", "dflash", "dspark", "mtp")
 """The keys of format.drafters.DRAFTERS."""
 TARGETS = ("loss", "reply", "all")
-"""format.native.TARGETS."""
+"""format.drafters.TARGETS."""
 
 
 def _option(

@@ -242,7 +242,7 @@ class Resolved(Target):
     options: Options
     aux_layer_ids: list[int]
     targets: str
-    """Which target rows a native cache stores: one of format.native.TARGETS."""
+    """Which target rows a native cache stores: one of format.drafters.TARGETS."""
     draft_vocab: list[int] | None
     """The target's ids that the draft knows; None: the most frequent ones, counted once the input is tokenized."""
 
