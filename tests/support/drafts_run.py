@@ -247,8 +247,11 @@ def _eagle3_of_specforge(target, source, layers):
 # --- NeMo Automodel ---------------------------------------------------------------------------------------------------
 
 
-def automodel_items(target, samples, layers, dtype):
-    """Return the items that Automodel's producer makes of samples, each run over its own tokens."""
+def automodel_items(target, samples, layers, dtype, multiple=1, is_cut=True):
+    """Return the items that Automodel's producer makes of samples, each run by itself.
+
+    multiple: of the slots that it is padded to, as rounding depends on them. is_cut: without the slots of padding.
+    """
     import torch
     from nemo_automodel.components.datasets.llm.dspark_cache import DTYPE_MAP, compute_batch_cache
     from nemo_automodel.components.speculative.dspark.target import HFDSparkTargetModel
@@ -256,9 +259,13 @@ def automodel_items(target, samples, layers, dtype):
 
     wrapped, made = HFDSparkTargetModel(AutoModelForCausalLM.from_pretrained(target), layers), []
     for sample in samples:
-        ids = sample["input_ids"][None]
-        batch = wrapped.generate_batch(ids, torch.ones_like(ids), sample["loss_mask"][None])
-        made.append({name: each[0] for name, each in compute_batch_cache(batch, DTYPE_MAP[dtype]).items()})
+        length = len(sample["input_ids"])
+        more = 0, -length % multiple
+        ids, loss = (torch.nn.functional.pad(sample[name], more)[None] for name in ("input_ids", "loss_mask"))
+        real = torch.nn.functional.pad(torch.ones_like(sample["input_ids"]), more)[None]
+        batch = wrapped.generate_batch(ids, real, loss)
+        tensors = compute_batch_cache(batch, DTYPE_MAP[dtype])
+        made.append({name: each[0, : length if is_cut else None] for name, each in tensors.items()})
     return made
 
 
@@ -272,18 +279,23 @@ def automodel_read(folder):
     return [data[index] for index in range(len(data))], list(batches), data.manifest, weights
 
 
-def automodel_accepts(folder, target, layers, seq_length):
-    """Let the checks of Automodel's trainer look at a manifest. Raises: ValueError."""
+def automodel_accepts(target, recipe, compute_dtype="float32"):
+    """Let the checks of Automodel's trainer compare a cache with its recipe_args, as its setup does.
+
+    compute_dtype: float32 on a CPU, bfloat16 on a GPU. Raises: ValueError.
+    """
     import torch
     from nemo_automodel.components.datasets.llm import dspark_cache as cache
     from nemo_automodel.components.datasets.llm.offline_cache import ensure_supervision_options_match
     from nemo_automodel.recipes.llm.train_dspark import _validate_cached_dspark_manifest
     from transformers import AutoConfig
 
+    folder, layers = recipe["cached_target_path"], recipe["target_layer_ids"]
     config, manifest = AutoConfig.from_pretrained(target), cache.read_manifest(folder)
-    named = {"target_model": str(target), "target_model_type": config.model_type, "seq_length": seq_length}
-    _validate_cached_dspark_manifest(folder, manifest, config, layers, **named, compute_dtype=torch.float32)
-    options = {"mask_reasoning_content": False, "mask_generation_prompt": True}
+    named = {"target_model": str(target), "target_model_type": config.model_type, "seq_length": recipe["seq_length"]}
+    named["compute_dtype"] = getattr(torch, compute_dtype)
+    _validate_cached_dspark_manifest(folder, manifest, config, layers, **named)
+    options = {name: recipe[name] for name in ("mask_reasoning_content", "mask_generation_prompt")}
     ensure_supervision_options_match(manifest, options, cache_name="DSpark", cache_dir=folder, producer_name="p")
 
 

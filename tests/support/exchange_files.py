@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import save_file
@@ -16,6 +18,7 @@ from torch import Tensor
 from niels_gpt.eagle3.exchange import proof
 
 BLOCKS, HIDDEN, LAYERS, VOCAB = (1, 3, 4), 16, 8, 400
+SLOTS = 64
 HEADER = 7  # the last token of a reply's header
 PROOF_TOKENS = proof.PROOF_TOKENS
 """Tokens of a sample that the target is run over to find the convention of a folder."""
@@ -37,11 +40,11 @@ class Chat:
         return self.blocks[:, list(BLOCKS)]
 
 
-def small_model():
-    """A Llama of random weights, whose blocks give states that are far apart."""
+def small_model(model_type="llama", **changed):
+    """A model of random weights, whose blocks give states that are far apart."""
     import transformers
 
-    config = transformers.LlamaConfig(
+    config = transformers.CONFIG_MAPPING[model_type](
         hidden_size=HIDDEN,
         intermediate_size=24,
         num_hidden_layers=LAYERS,
@@ -50,11 +53,13 @@ def small_model():
         vocab_size=VOCAB,
         max_position_embeddings=64,
         initializer_range=0.2,
+        **{"head_dim": HIDDEN // 2, **changed},
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
-        torch.nn.init.normal_(model.model.norm.weight, mean=1.0, std=0.3)
+        model = transformers.AutoModelForCausalLM.from_config(config).float().eval().requires_grad_(False)
+        if hasattr(model.model, "norm"):
+            torch.nn.init.normal_(model.model.norm.weight, mean=1.0, std=0.3)
     return model
 
 
@@ -139,6 +144,97 @@ def write_row(folder, index, chat, **changed):
     states = torch.cat([chat.aux, chat.pre[:, None]], dim=1)
     path = folder / "hidden_states" / f"hs_{index}.safetensors"
     save_file({"token_ids": chat.ids, "hidden_states": states, **changed}, path)
+
+
+def make_native(folder, model, given, layers, *, targets="all", dtype="fp32", aux_dtype=None, made_for=None, **how):
+    """Make a native cache of chats as precompute does, each batch of one sample unless `batch_size` says otherwise."""
+    from niels_gpt.eagle3 import make_target_cache
+    from niels_gpt.eagle3.format.drafters import manifest_keys
+
+    rows = [
+        SimpleNamespace(id=str(n), input_ids=c.ids.tolist(), loss_mask=c.mask.int().tolist())
+        for n, c in enumerate(given)
+    ]
+    manifest = {
+        "format_version": "native-1",
+        "target_model": "small",
+        "target_vocab_size": VOCAB,
+        "draft_vocab_size": VOCAB,
+        "selected_token_ids": list(range(VOCAB)),
+        "hidden_size": HIDDEN,
+        "aux_layer_ids": list(layers),
+        "aux_dtype": aux_dtype or dtype,
+        "dtype": dtype,
+        "seq_length": SLOTS,
+        "shard_bytes": 20_000,
+        **manifest_keys(targets, layers, made_for),
+    }
+    about = {"name": "small", "vocab_size": VOCAB, "hidden_size": HIDDEN, "config_sha256": "c" * 64}
+    about |= {"num_layers": LAYERS, "model_type": model.config.model_type}
+    of_text = {"sha256": "a" * 64, "template_sha256": None, "mask_by": "given", "pad_id": 0}
+    run = {"device": "cpu", "threads": 1, "attention": "sdpa", "compute_dtype": "fp32"}
+    how = {"batch_size": 1, "tokenizer": of_text, "target": about, "run": run, **how}
+    make_target_cache(folder, rows, lambda _: model, manifest, **how)
+    return folder
+
+
+def write_automodel(folder, model, given, layers, *, pad_id=0, shard_size=4, slots=SLOTS, **changed):
+    """Write Automodel's DSpark cache by its rule: samples padded, with states of the padding too. changed: manifest."""
+    folder.mkdir(parents=True)
+    dtype = given[0].blocks.dtype
+    weights = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    names = ("embed_tokens.weight", "lm_head.weight")
+    save_file(
+        {name: each.to(dtype).clone() for name, each in zip(names, weights, strict=True)},
+        folder / "target_weights.safetensors",
+    )
+    rows = [automodel_row(model, chat, layers, pad_id, slots) for chat in given]
+    for shard, begin in enumerate(range(0, len(rows), shard_size)):
+        part = rows[begin : begin + shard_size]
+        tensors = {name: torch.stack([row[name] for row in part]) for name in part[0]}
+        save_file(tensors, folder / f"shard-{shard:06d}.safetensors")
+    manifest = {
+        "format_version": 1,
+        "complete": True,
+        "target_model": "small",
+        "target_model_type": model.config.model_type,
+        "target_vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "seq_length": slots,
+        "dtype": {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype],
+        "num_samples": len(given),
+        "shard_size": shard_size,
+        "target_hidden_dim": HIDDEN * len(layers),
+        "target_last_hidden_dim": HIDDEN,
+        "target_layer_ids": list(layers),
+        **changed,
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2, sort_keys=True))
+    return folder
+
+
+def automodel_row(model, chat, layers, pad_id=0, slots=SLOTS):
+    """Return a row of Automodel's cache; the states of its padding are random."""
+    length, dtype = len(chat.ids), chat.blocks.dtype
+    ids, loss = torch.full((slots,), pad_id), torch.zeros(slots, dtype=torch.int64)
+    ids[:length], loss[:length] = chat.ids, chat.mask
+    embedded = model.get_input_embeddings().weight.to(dtype)[ids]
+    found = []
+    for layer in layers:
+        own = {-1: embedded[:length], LAYERS - 1: chat.post}.get(layer)
+        found.append(chat.blocks[:, layer] if own is None else own)
+    noise = torch.randn(slots - length, HIDDEN, generator=torch.Generator().manual_seed(length)).to(dtype)
+    features = torch.cat(
+        [torch.cat([each, noise if at != -1 else embedded[length:]]) for at, each in zip(layers, found, strict=True)],
+        dim=1,
+    )
+    return {
+        "input_ids": ids,
+        "loss_mask": loss,
+        "target_hidden_states": features,
+        "target_last_hidden_states": torch.cat([chat.post, noise]),
+    }
 
 
 def export_cache(cache, tool, out, **how):

@@ -17,7 +17,7 @@ from niels_gpt.commands.eagle3.shared import PATH, command, of_cache
 from niels_gpt.display.bar import LINE_EVERY_S
 from niels_gpt.recipes.eagle3.options import DRAFTERS, TARGETS
 from niels_gpt.storage.errors import UsageError
-from niels_gpt.storage.meta_json import printable
+from niels_gpt.storage.meta_json import parse_object, printable
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.exchange.move import Imported
@@ -316,7 +316,13 @@ niels-gpt eagle3 export CACHE OUT --to automodel""",
     help="the kind of draft; if not given the one that the cache was made for, else eagle3, of automodel dspark",
 )
 @option("--layers", metavar="IDS", help="with automodel: layers of the features, such as 1,10,18,26,35")
-@option("--shard-size", type=click.IntRange(1), default=256, metavar="N", help="with automodel: samples in a shard")
+@option(
+    "--shard-size",
+    type=click.IntRange(1, 10_000_000),
+    default=256,
+    metavar="N",
+    help="with automodel: samples in a shard",
+)
 def export(cache: Path, out: Path, follow_links: bool, tool: str, layers: str | None, **how: Any) -> Result:
     """Export a cache."""
     from niels_gpt.eagle3.exchange.export import export_cache
@@ -342,5 +348,12 @@ def export(cache: Path, out: Path, follow_links: bool, tool: str, layers: str | 
     lines.append(f"  zeros        {zeros if done.without_aux or done.without_last else 'none'}")
     if done.left_out:
         lines.append(f"  left out     {done.left_out:,} samples without two tokens with loss side by side")
-    say("\n".join([*lines, *(f"  note: {note}" for note in done.notes)]))
+    lines += [f"  note: {note}" for note in done.notes]
+    if tool == "automodel":
+        from niels_gpt.eagle3.format.layout import MANIFEST_NAME, read_file
+        from niels_gpt.eagle3.format.manifest import recipe_of
+
+        recipe = recipe_of(out, parse_object(read_file(out / MANIFEST_NAME)))
+        lines.append(f"NeMo Automodel's trainer reads it with this, and a mask_token_id, in its recipe: {recipe}")
+    say("\n".join(lines))
     return Result({"out": str(out), "tool": tool, **asdict(done)})

@@ -9,15 +9,20 @@
 
 The feature of layer i is the output of block i, but of the last block it is the output after the final norm, and of -1
 the embedding. So neither is among the auxiliary states here: the one is the last hidden state, the other a row of the
-weights. The numbers are of one dtype. The file says nowhere where a sample ends.
+weights. The numbers are of one dtype, of b bytes: a slot takes 16 + (K + 1) * H * b.
+
+No file of Automodel says where a sample ends. Two or more equal ids at the end of a row, after the last token with
+loss, are taken for padding, whose states Automodel stores too. An export of this project has zeros there, which are no
+token's states, and its manifest has one more key, `padding_id`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +35,7 @@ from niels_gpt.eagle3.format.layout import (
     DTYPES,
     MANIFEST_NAME,
     SPARSE,
+    WITHOUT_HOLES,
     Tensors,
     form_text,
     in_file_order,
@@ -41,6 +47,7 @@ from niels_gpt.eagle3.format.layout import (
 )
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, is_good, load_safetensors
 from niels_gpt.eagle3.format.shard_writer import bytes_of
+from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import SizedFile, write_bytes
 from niels_gpt.storage.meta_json import parse_object, shortened
@@ -49,15 +56,20 @@ WEIGHTS_NAME = "target_weights.safetensors"
 IDS, LOSS, FEATURES, LAST = "input_ids", "loss_mask", "target_hidden_states", "target_last_hidden_states"
 EMBEDDING = -1
 """Layer whose feature is the embedding."""
-_AGAIN = "Write the folder again: python -m nemo_automodel.components.speculative.precompute_dspark --resume"
+EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
+MAX_SAMPLES, MAX_SHARDS = 10_000_000, 1_000_000
+"""Of a folder; a shard's name has six digits."""
+_AGAIN = "Write the folder again with the tool that made it"
+_OTHER = "Name the target that the states were made from: --target"
+_ROWS = 4096  # of weights, compared at a time
 _KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    **dict.fromkeys(("num_samples", "shard_size"), ("an integer", (1, 10_000_000))),
-    "seq_length": ("an integer", (1, 1 << 24)),
-    **dict.fromkeys(("hidden_size", "num_hidden_layers", "target_last_hidden_dim"), ("an integer", (1, 1 << 24))),
+    **dict.fromkeys(("num_samples", "shard_size"), ("an integer", (1, MAX_SAMPLES))),
+    **dict.fromkeys(("seq_length", "hidden_size", "target_last_hidden_dim"), ("an integer", (1, 1 << 24))),
+    "num_hidden_layers": ("an integer", (1, 1000)),
     "target_vocab_size": ("an integer", (1, 1 << 31)),
     "target_hidden_dim": ("an integer", (1, 1 << 31)),
     "dtype": ("a text", tuple(DTYPES)),
-    "target_layer_ids": ("a list of integers", (EMBEDDING, 1 << 24)),
+    "target_layer_ids": ("a list of integers", (EMBEDDING, 999)),
 }
 """Key of the manifest that is read -> its type and limits, as in format.manifest."""
 
@@ -77,14 +89,22 @@ class AutomodelFiles:
                 raise self._refused(f"{key} is {self.manifest[key]}", f"{expected}, as the target has")
         self.count: int = self.manifest["num_samples"]
         self.layers: list[int] = self.manifest["target_layer_ids"]
-        shards = -(-self.count // self.manifest["shard_size"])
-        if existing_shard_indices(folder) != {*range(shards)}:
-            raise self._refused(f"{len(existing_shard_indices(folder))} shards", f"0 to {shards - 1}")
+        shards, there = -(-self.count // self.manifest["shard_size"]), existing_shard_indices(folder)
+        if len(there) != shards or max(there, default=0) != shards - 1:
+            missing = next((index for index in range(shards) if index not in there), None)
+            which = "missing" if missing is not None else "too many"
+            name = os.path.basename(shard_path("", min(max(there), MAX_SHARDS - 1) if missing is None else missing))
+            raise self._refused(f"{len(there):,} shards; {name} is {which}", f"{shards:,}, for {self.count:,} samples")
 
     @cached_property
     def aux_layer_ids(self) -> tuple[int, ...]:
         """The blocks whose outputs are among the features, in their order."""
         return tuple(layer for layer in self.layers if layer not in (EMBEDDING, self._last_layer))
+
+    @property
+    def has_last_layer(self) -> bool:
+        """Whether the last layer is among the features."""
+        return self._last_layer in self.layers
 
     @property
     def _last_layer(self) -> int:
@@ -102,40 +122,90 @@ class AutomodelFiles:
         try:
             self._check_header(path, shard)
             with load_safetensors()[1](path, framework="pt") as file:
-                ids, loss, features, last = (file.get_slice(key)[row] for key in (IDS, LOSS, FEATURES, LAST))
+                parts = {key: file.get_slice(key) for key in (IDS, LOSS, FEATURES, LAST)}
+                ids, loss = parts[IDS][row], parts[LOSS][row]
+
+                def states(begin: int, end: int) -> tuple[Tensor, Tensor]:
+                    return parts[FEATURES][row, begin:end], parts[LAST][row, begin:end]
+
+                begin = run_begin(ids, loss)
+                if self.manifest.get("padding_id", int(ids[-1])) != int(ids[-1]):
+                    begin = len(ids)
+                end = self._end(begin, len(ids), states)
+                self._refuse_large(name, end)
+                features, last = states(0, end)
         except FileNotFoundError as error:
             raise BadSample("missing", name, f"no such file: {path.name}") from error
         except CacheError as error:
             raise unreadable(name, error, path.name) from error
-        except (OSError, MemoryError):  # no fault of the file
+        except (OSError, MemoryError, BadSample):  # no fault of the file, or said already
             raise
         except Exception as error:  # safetensors raises its own error, a direct subclass of Exception
             raise BadSample("unreadable", name, f"{path.name}: safetensors refuses it ({error})") from error
-        end = real_length(ids, loss)
-        parts = features[:end].view(end, len(self.layers), -1)
-        self._refuse_other_ends(name, ids[:end], parts, last[:end])
+        layers = features.view(end, len(self.layers), -1)
         blocks = [place for place, layer in enumerate(self.layers) if layer in self.aux_layer_ids]
-        return checked_sample(name, ids[:end], loss[:end], parts[:, blocks], last[:end], *self._sizes)
+        sample = checked_sample(name, ids[:end], loss[:end], layers[:, blocks], last, *self._sizes)
+        self._refuse_other_ends(name, sample.input_ids, layers, last)
+        is_sure = begin == len(ids) or (self._has_zeros and bool(last.any(-1).all()))
+        return replace(sample, padding=len(ids) - end, is_unsure=not is_sure)
+
+    @property
+    def _has_zeros(self) -> bool:
+        return "padding_id" in self.manifest
+
+    def _end(self, begin: int, slots: int, states: Callable[[int, int], tuple[Tensor, ...]]) -> int:
+        """Return the number of tokens. begin: of the equal ids at the end. states: returns those of slots [a, b)."""
+        if not self._has_zeros:
+            return slots if slots - begin < 2 else max(1, begin)
+        run = range(begin, slots)
+        return max(1, begin + bisect_left(run, True, key=lambda at: not any(bool(x.any()) for x in states(at, at + 1))))
+
+    def _refuse_large(self, name: str, tokens: int) -> None:
+        """Raise BadSample before the states of a sample are read that no import can hold."""
+        width = self.manifest["target_hidden_dim"] + self.manifest["target_last_hidden_dim"]
+        size = row_bytes_of((DTYPES[self.manifest["dtype"]], (tokens, width)))
+        if size > MAX_INFLATED:
+            found = f"{tokens:,} tokens have {size:,} bytes of states, expected {MAX_INFLATED:,} at most"
+            raise BadSample("mismatched", name, found)
 
     def _refuse_other_ends(self, name: str, ids: Tensor, features: Tensor, last: Tensor) -> None:
         """Raise BadSample if the feature of the last layer is not the last hidden state, or of -1 not the embedding."""
-        wanted = {self._last_layer: last}
-        if EMBEDDING in self.layers and 0 <= int(ids.min()) <= int(ids.max()) < self._sizes[1]:
-            wanted[EMBEDDING] = self._embeddings[ids]
         for place, layer in enumerate(self.layers):
-            if layer in wanted and not torch.equal(features[:, place], wanted[layer]):
+            if layer in self.aux_layer_ids:
+                continue
+            expected = self._embeddings[ids] if layer == EMBEDDING else last
+            if not torch.equal(features[:, place], expected):
                 what = "the embedding" if layer == EMBEDDING else "the last hidden state"
                 raise BadSample("mismatched", name, f"its feature of layer {layer} is not {what}")
 
     @cached_property
     def _embeddings(self) -> Tensor:
-        path = self._folder / WEIGHTS_NAME
-        read_tensors_header(path, follow_links=self._follow_links)
-        with load_safetensors()[1](path, framework="pt") as file:
-            weight: Tensor = file.get_tensor("embed_tokens.weight")
-        if tuple(weight.shape) != (self._sizes[1], self._sizes[0]):
-            raise CacheError(path, f"embed_tokens.weight is {list(weight.shape)}", code="E711")
+        with load_safetensors()[1](self._folder / WEIGHTS_NAME, framework="pt") as file:
+            weight: Tensor = file.get_tensor(EMBED)
         return weight
+
+    def refuse_other_target(self, weights: Mapping[str, Tensor], num_layers: int | None) -> None:
+        """Raise CacheError unless embeddings and lm_head are the target's (E706), in a file that fits (E711).
+
+        weights: `TargetHead.weights`. num_layers: of the target, if known.
+        """
+        if num_layers not in (None, self._last_layer + 1):
+            raise self._refused(f"num_hidden_layers is {self._last_layer + 1}", f"{num_layers}, as the target has")
+        path = self._folder / WEIGHTS_NAME
+        own = {EMBED: weights["embeddings"], HEAD: weights.get("lm_head", weights["embeddings"])}
+        expected = {name: (DTYPES[self.manifest["dtype"]], tuple(each.shape)) for name, each in own.items()}
+        try:
+            tensors, _ = read_tensors_header(path, sparse=WITHOUT_HOLES, follow_links=self._follow_links)
+        except FileNotFoundError:
+            raise CacheError(path, "no such file", "the target's weights", _AGAIN, code="E711") from None
+        _refuse_other_tensors(path, tensors, expected)
+        with load_safetensors()[1](path, framework="pt") as file:
+            for name, each in own.items():
+                theirs = file.get_slice(name)
+                for begin in range(0, len(each), _ROWS):
+                    if not _are_same(theirs[begin : begin + _ROWS], each[begin : begin + _ROWS].cpu()):
+                        found, expected_rows = f"{name} has other rows from {begin:,} on", "the target's"
+                        raise CacheError(path, found, expected_rows, _OTHER, code="E706")
 
     def _check_header(self, path: Path, shard: int) -> None:
         """Raise CacheError unless a shard has the tensors that the manifest states."""
@@ -143,11 +213,7 @@ class AutomodelFiles:
         manifest = self.manifest
         rows = min(manifest["shard_size"], self.count - shard * manifest["shard_size"])
         expected = shard_tensors(manifest, rows)
-        if tensors != expected:
-            found, wanted = (
-                ", ".join(f"{shortened(n)} {form_text(f)}" for n, f in each.items()) for each in (tensors, expected)
-            )
-            raise CacheError(path, found, wanted, _AGAIN, code="E711")
+        _refuse_other_tensors(path, tensors, expected)
 
     def _manifest(self) -> dict[str, Any]:
         try:
@@ -163,7 +229,8 @@ class AutomodelFiles:
             found += "" if "target_layer_ids" in manifest else ", without target_layer_ids"
             raise self._refused(found, "1, of Automodel's cache for DSpark")
         if manifest.get("complete", True) is not True:
-            raise self._refused("complete is false: its producer was stopped, or still runs", "a complete cache")
+            found, remedy = "complete is false: its producer was stopped, or still runs", "Let it end, or run it again"
+            raise CacheError(self._folder / MANIFEST_NAME, found, "true", remedy, code="E711")
         for key, (kind, some) in _KEYS.items():
             if manifest.get(key) is None or not is_good(kind, some, manifest[key]):
                 raise self._refused(f"{key} is {shortened(manifest.get(key))}", f"{kind}: {', '.join(map(str, some))}")
@@ -179,17 +246,26 @@ class AutomodelFiles:
         return CacheError(self._folder / MANIFEST_NAME, found, expected, _AGAIN, code="E711")
 
 
-def real_length(input_ids: Tensor, loss_mask: Tensor) -> int:
-    """Return the tokens of a padded row: input_ids and loss_mask, int64 [S].
+def run_begin(input_ids: Tensor, loss_mask: Tensor) -> int:
+    """Return the first slot of the equal ids at the end of a row, after its last token with loss; S if that is last.
 
-    No file says which tokens are padding. Two or more equal ids at the end of a row, after the last token with loss,
-    are.
+    input_ids, loss_mask: int64 [S].
     """
-    length = len(input_ids)
-    other = (input_ids != input_ids[-1]).nonzero()
-    learnt = loss_mask.nonzero()
-    end = max(int(each[-1]) + 1 if len(each) else 0 for each in (other, learnt))
-    return length if length - end < 2 else max(1, end)
+    other, learnt = (input_ids != input_ids[-1]).nonzero(), loss_mask.nonzero()
+    return max(int(each[-1]) + 1 if len(each) else 0 for each in (other, learnt))
+
+
+def _refuse_other_tensors(path: Path, tensors: Tensors, expected: Tensors) -> None:
+    if tensors != expected:
+        found, wanted = (", ".join(f"{shortened(n)} {form_text(f)}" for n, f in x.items()) for x in (tensors, expected))
+        raise CacheError(path, found or "no tensor", wanted, _AGAIN, code="E711")
+
+
+def _are_same(theirs: Tensor, ours: Tensor) -> bool:
+    """Return whether weights are equal, or, in another dtype, as near as rounding leaves them."""
+    if theirs.dtype == ours.dtype:
+        return torch.equal(theirs, ours)
+    return torch.allclose(theirs.float(), ours.float(), rtol=2**-7, atol=2**-24)
 
 
 def shard_tensors(manifest: Mapping[str, Any], rows: int) -> Tensors:
@@ -206,17 +282,24 @@ class AutomodelWriter:
 
     last_hidden = "post_norm"
 
-    def __init__(self, folder: Path, manifest: Mapping[str, Any], weights: Mapping[str, Tensor], pad_id: int) -> None:
-        """manifest: without format_version and complete; `shard_size` fits the samples' number or not.
-
-        weights: embed_tokens.weight and lm_head.weight.
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        blocks: Sequence[int],
+        pad_id: int = 0,
+        notes: Sequence[str] = (),
+    ) -> None:
+        """manifest: without format_version, complete and padding_id. weights: EMBED and HEAD. blocks: those of the
+        samples' auxiliary states, in their order. notes: for the user.
         """
-        self._folder, self._manifest, self._pad_id = folder, dict(manifest), pad_id
+        self.notes = tuple(notes)
+        self._folder, self._manifest, self._pad_id, self._blocks = folder, dict(manifest), pad_id, list(blocks)
         self._file: SizedFile | None = None
         self._begins: dict[str, int] = {}
-        self._layers: Sequence[int] = manifest["target_layer_ids"]
         dtype = DTYPES[manifest["dtype"]]
-        self._embeddings = weights["embed_tokens.weight"].to(dtype)
+        self._embeddings = weights[EMBED].to(dtype) if EMBEDDING in manifest["target_layer_ids"] else None
         save_file, _ = load_safetensors()
         save_file({name: each.to(dtype).contiguous().clone() for name, each in weights.items()}, folder / WEIGHTS_NAME)
         self._describe(is_complete=False)
@@ -224,15 +307,14 @@ class AutomodelWriter:
     def write(self, index: int, sample: ForeignSample) -> int:
         """Write a sample; return the bytes of its states."""
         shard, row = divmod(index, self._manifest["shard_size"])
-        if row == 0:
-            self._open(shard)
+        if row == 0 or self._file is None:
+            self._file = self._open(shard)
         slots = self._manifest["seq_length"]
         ids = torch.full((slots,), self._pad_id)
         loss = torch.zeros(slots, dtype=torch.int64)
         length = len(sample.input_ids)
         ids[:length], loss[:length] = sample.input_ids, sample.loss_mask
-        features = self._features(sample).contiguous()
-        assert self._file is not None
+        features = torch.cat([self._feature(layer, sample) for layer in self._manifest["target_layer_ids"]], dim=1)
         for name, tensor in ((IDS, ids), (LOSS, loss), (FEATURES, features), (LAST, sample.last.contiguous())):
             width = row_bytes_of((tensor.dtype, (slots, *tensor.shape[1:])))
             self._file.write(self._begins[name] + row * width, bytes_of(tensor))
@@ -243,15 +325,15 @@ class AutomodelWriter:
         self._close()
         self._describe(is_complete=True)
 
-    def _features(self, sample: ForeignSample) -> Tensor:
-        """Return [L, K * H]: of the last layer the last hidden state, of -1 the embedding."""
-        blocks = iter(sample.aux.unbind(1))
-        ends = {self._manifest["num_hidden_layers"] - 1: sample.last}
-        if EMBEDDING in self._layers:
-            ends[EMBEDDING] = self._embeddings[sample.input_ids]
-        return torch.cat([ends[layer] if layer in ends else next(blocks) for layer in self._layers], dim=1)
+    def _feature(self, layer: int, sample: ForeignSample) -> Tensor:
+        """Return [L, H]: of the last layer the last hidden state, of -1 the embedding."""
+        if layer == self._manifest["num_hidden_layers"] - 1:
+            return sample.last
+        if layer == EMBEDDING and self._embeddings is not None:
+            return self._embeddings[sample.input_ids]
+        return sample.aux[:, self._blocks.index(layer)]
 
-    def _open(self, shard: int) -> None:
+    def _open(self, shard: int) -> SizedFile:
         self._close()
         manifest = self._manifest
         rows = min(manifest["shard_size"], manifest["num_samples"] - shard * manifest["shard_size"])
@@ -260,8 +342,9 @@ class AutomodelWriter:
         end = len(header)
         for name, tensor in tensors.items():
             self._begins[name], end = end, end + row_bytes_of(tensor)
-        self._file = SizedFile(Path(shard_path(self._folder, shard)), end)
-        self._file.write(0, header)
+        file = SizedFile(Path(shard_path(self._folder, shard)), end)
+        file.write(0, header)
+        return file
 
     def _close(self) -> None:
         if self._file is not None:
@@ -269,10 +352,5 @@ class AutomodelWriter:
             self._file.close()
 
     def _describe(self, *, is_complete: bool) -> None:
-        content = {"format_version": 1, **self._manifest, "complete": is_complete}
+        content = {"format_version": 1, **self._manifest, "padding_id": self._pad_id, "complete": is_complete}
         write_bytes(os.path.join(self._folder, MANIFEST_NAME), json.dumps(content, indent=2, sort_keys=True).encode())
-
-
-def template_sha256(template: str | None) -> str:
-    """Return the sha256 of a chat template as Automodel records it; of an empty text without one."""
-    return template or hashlib.sha256(b"").hexdigest()

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.exchange.automodel import AutomodelWriter
+from niels_gpt.eagle3.exchange.automodel import EMBED, EMBEDDING, HEAD, MAX_SHARDS, AutomodelWriter
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample
 from niels_gpt.eagle3.exchange.tools import KINDS, NUM_LAYERS, SpecForgeWriter, SpeculatorsWriter
 from niels_gpt.eagle3.format.drafters import DRAFTERS, drafters_of
 from niels_gpt.eagle3.format.layout import DTYPES, row_bytes_of
-from niels_gpt.eagle3.format.manifest import is_native, read_manifest
+from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, is_native, read_manifest
 from niels_gpt.eagle3.format.meta import eagle3_meta
 from niels_gpt.eagle3.format.native import NativeSample, dequantized
 from niels_gpt.eagle3.format.plan import read_record
@@ -134,7 +134,7 @@ def export_cache(
         writer.last_hidden,
         made_for,
         stored.num_samples - len(written),
-        tuple(_notes(tool, manifest, to_post_norm)),
+        (*_notes(tool, manifest, to_post_norm), *(writer.notes if tool == "automodel" else ())),
     )
 
 
@@ -238,24 +238,33 @@ def _notes(tool: str, manifest: dict[str, Any], to_post_norm: bool) -> list[str]
 # --- the folders ------------------------------------------------------------------------------------------------------
 
 
+PROVED = ("qwen3", "qwen3_moe")
+"""Model types for which Automodel trains its Qwen3DSparkModel, with which this export is compared."""
+
+
 def _automodel(folder: Path, source: Source) -> AutomodelWriter:
-    """Return the writer of Automodel's DSpark cache. Raises: CacheError E710 for features that the cache lacks."""
+    """Return the writer of Automodel's DSpark cache. Raises: CacheError E710 for what its form or loss cannot hold."""
     manifest, cache, links = source.manifest, source.cache, source.follow_links
     record = read_record(cache, follow_links=links) or {}
-    target = record.get("target") or (eagle3_meta(cache, links) or {}).get("target", {})
-    if not isinstance(target.get("num_layers"), int) or not isinstance(target.get("model_type"), str):
+    target = record.get("target") or (eagle3_meta(cache, links) or {}).get("target") or {}
+    num_layers, model_type = target.get("num_layers"), target.get("model_type")
+    if type(num_layers) is not int or not isinstance(model_type, str):
         found = "does not say how many layers its target has, and of which type it is"
         raise CacheError(cache, found, "a cache of precompute or of import", code="E710")
-    layers = _features(source, int(target["num_layers"]))
-    dtype = torch.promote_types(DTYPES[manifest["dtype"]], DTYPES.get(manifest["aux_dtype"], DTYPES[manifest["dtype"]]))
-    weights = read_weights(cache, ("embeddings", "lm_head"), follow_links=links)
-    size = manifest["hidden_size"]
+    layers = _features(source, num_layers, model_type)
+    if -(-source.stored.num_samples // source.shard_size) > MAX_SHARDS:
+        found = f"{source.stored.num_samples:,} samples, {source.shard_size:,} a shard"
+        raise CacheError(cache, found, f"{MAX_SHARDS:,} shards at most", "Pass a larger --shard-size", code="E710")
+    weights = _weights(source, model_type)
+    stored = DTYPES[manifest["dtype"]]
+    dtype = torch.promote_types(stored, DTYPES.get(manifest["aux_dtype"], stored))
+    size, tokenizer = manifest["hidden_size"], record.get("tokenizer") or {}
     described = {
         "target_model": manifest["target_model"],
-        "target_model_type": target["model_type"],
+        "target_model_type": model_type,
         "target_vocab_size": manifest["target_vocab_size"],
         "hidden_size": size,
-        "num_hidden_layers": target["num_layers"],
+        "num_hidden_layers": num_layers,
         "seq_length": manifest["seq_length"],
         "dtype": next(name for name, each in DTYPES.items() if each == dtype),
         "num_samples": source.stored.num_samples,
@@ -268,29 +277,68 @@ def _automodel(folder: Path, source: Source) -> AutomodelWriter:
         "shuffle_seed": int(manifest.get("shuffle_seed") or 0),
         "mask_reasoning_content": False,
         "mask_generation_prompt": bool(record),  # the role header of precompute's samples carries no loss
-        "chat_template_sha256": record.get("tokenizer", {}).get("template_sha256") or hashlib.sha256(b"").hexdigest(),
+        "chat_template_sha256": tokenizer.get("template_sha256") or hashlib.sha256(b"").hexdigest(),
     }
-    given = {
-        "embed_tokens.weight": weights["embeddings"],
-        "lm_head.weight": weights.get("lm_head", weights["embeddings"]),
-    }
-    return AutomodelWriter(folder, described, given, int(record.get("tokenizer", {}).get("pad_id", 0)))
+    notes = list[str]()
+    if left_out := sorted({*manifest["aux_layer_ids"]} - ({*layers} - {num_layers - 1})):
+        notes.append(f"the outputs of the blocks {left_out} are left out: they are not among the features {layers}")
+    if model_type not in PROVED:
+        notes.append(f"Automodel trains its DSpark draft for {' and '.join(PROVED)}; the target's type is {model_type}")
+    return AutomodelWriter(folder, described, weights, manifest["aux_layer_ids"], tokenizer.get("pad_id", 0), notes)
 
 
-def _features(source: Source, num_layers: int) -> list[int]:
+def _weights(source: Source, model_type: str) -> dict[str, Tensor]:
+    """Return the weights of Automodel's cache. Raises: CacheError E710 for a head that is more than lm_head's weights.
+
+    The loss applies lm_head alone to the last hidden states; Gemma 4's draft also the softcap of its config.
+    """
+    manifest, cache = source.manifest, source.cache
+    weights = read_weights(cache, ("embeddings", "lm_head", "lm_head_bias"), follow_links=source.follow_links)
+    head, more = manifest["head"], []
+    if head["logit_scale"] != 1:
+        more.append(f"a logit scale of {head['logit_scale']:g}")
+    if head["softcap"] is not None and not model_type.startswith("gemma4"):
+        more.append(f"a softcap of {head['softcap']:g}")
+    if "lm_head_bias" in weights:
+        more.append("a bias of lm_head")
+    if more:
+        found, remedy = (
+            f"its target's head has {' and '.join(more)}",
+            "Train from the cache itself: NativeEagle3Dataset",
+        )
+        raise CacheError(cache, found, "lm_head's weights alone, as Automodel's loss applies them", remedy, code="E710")
+    given = {EMBED: weights.get("embeddings"), HEAD: weights.get("embeddings" if head["tied"] else "lm_head")}
+    shape = manifest["target_vocab_size"], manifest["hidden_size"]
+    for name, tensor in given.items():
+        if tensor is None or tuple(tensor.shape) != shape:
+            found = f"its weights for {name} are {'missing' if tensor is None else [*tensor.shape]}"
+            raise CacheError(cache, found, f"{[*shape]} by the manifest", PRODUCE_AGAIN, code="E701")
+    return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+
+def _features(source: Source, num_layers: int, model_type: str) -> list[int]:
     """Return the layers of the features. Raises: CacheError E710 for one that the cache lacks."""
     manifest, last = source.manifest, num_layers - 1
-    blocks, is_whole = manifest["aux_layer_ids"], manifest.get("targets") == "all"
+    blocks, is_whole = sorted({*manifest["aux_layer_ids"]} - {last}), manifest.get("targets") == "all"
     layers = source.layers
     if layers is None:
         layers = [*blocks, *([last] if manifest.get("made_for") == "dspark" and is_whole else [])]
-    if [layer for layer in layers if layer not in (-1, last)] != blocks or sorted({*layers}) != layers or not layers:
+    fitting = [layer for layer in layers if layer in (*blocks, *([last] if is_whole else []))]
+    remedy = f"Pass layers that it has: --layers {','.join(map(str, fitting or [*blocks, last]))}"
+    if sorted({*layers}) != layers or not layers or not -1 <= layers[0] <= layers[-1] <= last:
+        expected = f"rising layers from -1, the embedding, to {last}, the last"
+        remedy = f"Name them in this order: --layers {','.join(map(str, sorted({*fitting})))}" if fitting else remedy
+        raise CacheError(source.cache, f"asked for the layers {layers}", expected, remedy, code="E710")
+    if missing := [layer for layer in layers if layer not in (EMBEDDING, *blocks, last)]:
         found = f"has the outputs of the blocks {blocks}"
-        expected = f"rising layers with just these, not {layers}; {last}, the last, and -1, the embedding, may be added"
-        raise CacheError(source.cache, found, expected, code="E710")
+        raise CacheError(source.cache, found, f"those of {missing} too, for the features", remedy, code="E710")
     if last in layers and not is_whole:
-        found, remedy = "has no last hidden state of every token", "Produce it with --targets all"
-        raise CacheError(source.cache, found, f"them, for the feature of layer {last}", remedy, code="E710")
+        found = f"has target rows for {manifest.get('targets', 'loss')} only"
+        expected = f"all, as the feature of layer {last} is the last hidden state of every token"
+        raise CacheError(source.cache, found, expected, remedy, code="E710")
+    if EMBEDDING in layers and model_type not in PROVED:
+        found = f"a target of the type {model_type}, whose embedding may be scaled before the first block"
+        raise CacheError(source.cache, found, f"one of {', '.join(PROVED)} for the feature of -1", remedy, code="E710")
     return layers
 
 

@@ -32,6 +32,10 @@ class ForeignSample:
     """[L, H], one of FLOATS"""
     was_fp8: bool = False
     """Whether the states were stored as float8 with a scale a token."""
+    padding: int = 0
+    """Slots behind it that were taken for padding."""
+    is_unsure: bool = False
+    """Whether the first of these slots may be one of its tokens; without such slots, its last token may be padding."""
 
 
 class ForeignFiles(Protocol):

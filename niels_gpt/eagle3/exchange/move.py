@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from niels_gpt.eagle3.derive import frequent_tokens
-from niels_gpt.eagle3.exchange.automodel import AutomodelFiles
+from niels_gpt.eagle3.exchange.automodel import EMBEDDING, AutomodelFiles
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample
 from niels_gpt.eagle3.exchange.proof import PROOF_TOKENS, Capture, Convention, prove, reach, refuse_shifted_mask
 from niels_gpt.eagle3.exchange.tools import KINDS, SpecForgeFiles, SpeculatorsFiles
@@ -146,6 +146,9 @@ def import_cache(
     assert total is not None  # of a folder that does not grow
     usual = "dspark" if tool == "automodel" else "eagle3"
     targets = targets or DRAFTERS[made_for or usual].targets
+    if isinstance(files, AutomodelFiles):
+        files.refuse_other_target(target.head.weights(), target.facts.get("num_layers"))
+        made_for = made_for or ("dspark" if files.has_last_layer and targets == "all" else None)
     run = Importer(tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes, targets, made_for)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
     run.settle(order, run.read, samples, capture, stated)
@@ -191,6 +194,7 @@ class Importer:
         self.dropped: Counter[str] = Counter()
         self.first_dropped: list[str] = []
         self.was_fp8 = self.mask_checked = False
+        self.padding = dict.fromkeys(("slots", "unsure_kept", "unsure_left_out"), 0)
         self.form: Form | None = None
         self.totals = dict.fromkeys(("samples", "tokens", "supervised_tokens", "shards"), 0)
         self.target_rows = self.seq_length = self._bits = 0
@@ -323,6 +327,8 @@ class Importer:
     def add(self, folder: Path, index: int, foreign: ForeignSample) -> None:
         """Keep a sample until its shard is full; write a full shard first."""
         sample = self._native(foreign)
+        self.padding["slots"] += foreign.padding
+        self.padding["unsure_left_out" if foreign.padding else "unsure_kept"] += foreign.is_unsure
         counts = row_counts(np.array([0, len(sample.loss_mask)]), sample.loss_mask, self._targets)
         bits = int(self._layout.sample_bits(counts)[0])
         if self._waiting and (self._bits + bits > room_bits(self._shard_bytes) or len(self._waiting) == MAX_ROWS):
@@ -390,11 +396,30 @@ class Importer:
             yield "the states were float8 with a scale a token; they were dequantized in float32 and rounded to bf16"
         if self._aux_fp8:
             yield "the auxiliary states were quantized to float8"
+        if isinstance(self.files, AutomodelFiles):
+            yield from self._notes_on_automodel(self.files)
+
+    def _notes_on_automodel(self, files: AutomodelFiles) -> Iterator[str]:
+        if ends := [*{*files.layers} - {*files.aux_layer_ids}]:
+            what = "the embedding" if ends == [EMBEDDING] else "the last hidden state"
+            what = what if len(ends) == 1 else "the embedding and the last hidden state"
+            yield f"the features of the layers {sorted(ends)} are {what} of every token, and are not stored twice"
+        slots, out, kept = (self.padding[name] for name in ("slots", "unsure_left_out", "unsure_kept"))
+        if slots:
+            yield f"{slots:,} slots at the ends of samples were left out as padding"
+        if out:
+            yield f"no file says where samples end: of {out:,} the first slot that was left out may be a token"
+        if kept:
+            yield f"no file says where samples end: of {kept:,} the last token, without loss, may be padding"
 
     def _manifest(self) -> dict[str, Any]:
         """Return the manifest without the draft's vocabulary."""
         layout, convention = self._layout, self.convention
-        trusted = {} if convention.samples else {"not_proved": [*not_proved(convention, self.mask_checked)]}
+        more: dict[str, Any] = {}
+        if not convention.samples:
+            more["not_proved"] = [*not_proved(convention, self.mask_checked)]
+        if any(self.padding.values()):
+            more["padding"] = self.padding
         return {
             "format_version": NATIVE_VERSION,
             "target_model": self._target.name,
@@ -415,7 +440,7 @@ class Importer:
             "head": self._head.facts(),
             "shard_bytes": self._shard_bytes,
             **manifest_keys(self._targets, convention.aux_layer_ids, self._made_for),
-            "imported": {"from": self._tool, "proved": convention.as_json(), **trusted},
+            "imported": {"from": self._tool, "proved": convention.as_json(), **more},
         }
 
 

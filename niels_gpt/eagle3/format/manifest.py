@@ -296,12 +296,15 @@ def number_in(manifest: Mapping[str, Any], key: str, where: PathLike, least: int
 
 
 def recipe_of(cache_dir: PathLike, manifest: Mapping[str, Any]) -> str:
-    """Return the recipe lines that open a version 2 cache in NeMo Automodel's trainer, as YAML on one line.
+    """Return the recipe lines that open a cache in NeMo Automodel's trainer, as YAML on one line.
 
-    The trainer compares these options with the manifest, which may lack them in an old or converted cache.
+    manifest: of a version 2 cache, or of Automodel's own for DSpark. The trainer compares these options with it; an old
+    or converted cache may lack them.
     """
+    sizes = ("target_layer_ids", "seq_length") if "target_layer_ids" in manifest else ()
+    named = [f"{key}: {json.dumps(manifest[key])}" for key in sizes]
     options = {name: bool(manifest.get(name, False)) for name in ("mask_reasoning_content", "mask_generation_prompt")}
-    named = [f"{name}: {str(value).lower()}" for name, value in options.items()]
+    named += [f"{name}: {str(value).lower()}" for name, value in options.items()]
     return f"recipe_args: {{{', '.join([f'cached_target_path: {json.dumps(os.fspath(cache_dir))}', *named])}}}"
 
 
