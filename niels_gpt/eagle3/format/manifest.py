@@ -262,6 +262,8 @@ def _check_native(manifest: Mapping[str, Any], path: str) -> None:
     if (stated := manifest.get("enough_for")) != kinds:
         expected = f"{kinds}, by targets and aux_layer_ids" if kinds else "no such key without targets"
         raise _refuse(path, "enough_for", stated, expected)
+    if (made_for := manifest.get("made_for")) not in (None, *drafters_of(manifest)):
+        raise _refuse(path, "made_for", made_for, "one that finds its states, by targets and aux_layer_ids")
     if len(manifest["selected_token_ids"]) != manifest["draft_vocab_size"]:
         raise _refuse(path, "draft_vocab_size", manifest["draft_vocab_size"], "the length of selected_token_ids")
     head = manifest["head"]

@@ -297,7 +297,7 @@ class Options(TargetOptions):
             if forms and self.form not in forms and each.name in stated:
                 raise ValueError(
                     f"{flag_name(each.name)} is {getattr(self, each.name)}, and it applies to --format "
-                    f"{' and '.join(forms)} only, not to {self.form}: leave it out"
+                    f"{' and '.join(forms)} only, not to {self.form}: leave it out, or pass --format {forms[0]}"
                 )
         if self.dtype == "fp16" and self.aux_dtype not in (None, "fp16"):
             raise ValueError(

@@ -127,6 +127,8 @@ def settings_fingerprint(settings: Settings, key: str) -> str:
     names += spec.own_settings if spec and spec.family == "sft" else ()
     defaults = {name: getattr(Settings, name) for name in _OF_DEFAULT}
     chosen = {name: getattr(settings, name) for name in names}
+    if chosen.get("eagle3_aux_layers") == "eagle3" and settings.eagle3_made_for in (None, "eagle3"):
+        chosen["eagle3_aux_layers"] = None  # the name of this default in earlier versions
     return sha256({name: value for name, value in chosen.items() if defaults.get(name, ...) != value})[:_DIGITS]
 
 
@@ -411,11 +413,9 @@ def resolve(
         CacheError if output_dir cannot be used, holds a cache without `resume`, or holds another plan.
     """
     from niels_gpt.eagle3.disk import refuse_unusable
-    from niels_gpt.eagle3.format.drafters import DRAFTERS
     from niels_gpt.eagle3.models import refuse_other_placement
     from niels_gpt.eagle3.placement import FORM
     from niels_gpt.eagle3.resume import recorded_plan, refuse_existing
-    from niels_gpt.eagle3.target import checked_aux_layer_ids, parse_aux_layers
     from niels_gpt.recipes.eagle3.input import ROWS
 
     if options.output_dir is not None:
@@ -433,19 +433,7 @@ def resolve(
             f"Pass --seq-length {target.max_positions} or less"
         )
     refuse_other_placement(options.target_model, target.revision, found["placement"])
-    usual = DRAFTERS[options.made_for or "eagle3"]
-    named = usual.layers if options.aux_layers is None else options.aux_layers
-    try:
-        layers = parse_aux_layers(named, target.num_layers)
-        if options.form != "native":
-            checked_aux_layer_ids(layers, target.num_layers)
-    except ValueError as error:
-        raise ValueError(f"--aux-layers {named}: {error}") from error
-    targets = options.targets or usual.targets
-    if not layers and targets != "all":
-        raise ValueError(
-            f"--aux-layers {named} with --targets {targets}: no draft reads such a cache. Pass --targets all"
-        )
+    layers, targets = _states(options, target.num_layers)
     if found["tokenizer"].start is not None and facts["form"] == ROWS:
         raise InputError(
             f"--document-start is {options.document_start}, and {options.input_data} has rows of input_ids, which are "
@@ -458,6 +446,32 @@ def resolve(
         resolved = _resumed(resolved, recorded)
     _refuse_other_draft(resolved)
     return resolved
+
+
+def _states(options: Options, num_layers: int) -> tuple[list[int], str]:
+    """Return the blocks and target rows of the cache. Raises: ValueError if its kind of draft lacks one."""
+    from niels_gpt.eagle3.format.drafters import DRAFTERS, enough_for
+    from niels_gpt.eagle3.target import checked_aux_layer_ids, parse_aux_layers
+
+    usual = DRAFTERS[options.made_for or "eagle3"]
+    named = usual.layers if options.aux_layers is None else options.aux_layers
+    try:
+        layers = parse_aux_layers(named, num_layers)
+        if options.form != "native":
+            checked_aux_layer_ids(layers, num_layers)
+    except ValueError as error:
+        raise ValueError(f"--aux-layers {named}: {error}") from error
+    targets = options.targets or usual.targets
+    if not (fitting := enough_for(targets, layers)):
+        raise ValueError(
+            f"--aux-layers {named} with --targets {targets}: no draft reads such a cache. Pass --targets all"
+        )
+    if options.made_for not in (None, *fitting):
+        raise ValueError(
+            f"--for {options.made_for} with --aux-layers {named} and --targets {targets}: its loss reads more than "
+            f"this cache has, which is enough for {', '.join(fitting)}. Leave --aux-layers and --targets out"
+        )
+    return layers, targets
 
 
 def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:

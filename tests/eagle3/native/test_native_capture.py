@@ -5,7 +5,9 @@ import torch
 from support.causal_models import VOCAB, tiny_model
 from support.errors import refused
 
+from niels_gpt.eagle3.format.drafters import DRAFTERS, TARGETS, enough_for, manifest_keys
 from niels_gpt.eagle3.target import capture, parse_aux_layers
+from niels_gpt.recipes.eagle3 import options
 
 
 @pytest.mark.parametrize(
@@ -19,6 +21,11 @@ from niels_gpt.eagle3.target import capture, parse_aux_layers
         ("dflash:5", 28, [1, 7, 13, 19, 25]),
         ("dflash:3", 8, [1, 3, 5]),
         ("dflash:4", 9, [1, 3, 4, 6]),  # 1, 2.67, 4.33, 6
+        ("dspark:5", 36, [1, 10, 18, 26]),  # 1, 9.5, 18, 26.5, 35: halves to the even one; the last is left out
+        ("dspark:5", 6, [1, 2, 3, 4]),
+        ("dspark:2", 8, [1]),
+        ("dspark:1", 8, []),
+        ("none", 8, []),
     ],
 )
 def test_the_layers_of_a_rule(text, layers, ids):
@@ -31,6 +38,10 @@ def test_the_layers_of_a_rule(text, layers, ids):
         ("dflash:6", "8 layers has no 6 "),
         ("dflash:99999999999", "no 99999999999 "),
         ("dflash:0", "dflash:N"),
+        ("dspark:0", "dspark:N"),
+        ("dspark:8", "8 layers has no 8 "),
+        ("dspark:99999999999", "no 99999999999 "),
+        ("none,1", "none, or ids"),
         ("dflash", "dflash:N"),
         ("1;2", "dflash:N"),
         ("1,1", "distinct"),
@@ -40,6 +51,26 @@ def test_the_layers_of_a_rule(text, layers, ids):
 def test_other_texts_are_refused(text, said):
     with refused("E705", said):
         parse_aux_layers(text, 8)
+
+
+def test_the_options_name_the_kinds_of_drafts_and_the_target_rows():
+    assert (tuple(DRAFTERS), TARGETS) == (options.DRAFTERS, options.TARGETS)
+
+
+FITS = {"eagle3": [1, 3, 4], "peagle": [1, 3, 4], "dflash": [1, 2, 3, 4, 5], "dspark": [1, 2, 4, 6], "mtp": []}
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_cache_that_is_made_for_a_kind_of_draft_is_enough_for_it(kind):
+    of = DRAFTERS[kind]
+    layers = parse_aux_layers(of.layers, 8)
+    assert (
+        layers == FITS[kind] and kind in enough_for(of.targets, layers) and kind in enough_for(of.reads, layers or [0])
+    )
+    less = TARGETS[: TARGETS.index(of.reads)]
+    assert not any(kind in enough_for(targets, [0]) for targets in less)
+    assert manifest_keys("loss", layers, "eagle3") == {}
+    assert [enough_for(targets, []) for targets in TARGETS] == [[], [], ["mtp"]]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "cohere"])
