@@ -5,8 +5,8 @@ two, and hard links to every other file; its bytes equal a cache that precompute
 
 Version 1 or 2 is for tools that read nothing else, and takes three times the bytes, ten times with padding. The
 target's head computes distributions where loss_mask is 1, where a draft is trained. A sample's other slots get a
-uniform distribution, as version 1 has after a last token, and the hidden states after the last slot with loss are
-zeros, also where a cache of all target rows stores them: no loss depends on them.
+uniform distribution, as version 1 has after a last token. Hidden states are zeros from the last target row of `loss`
+on, also where a cache of all target rows has more: no loss depends on them.
 """
 
 from __future__ import annotations
@@ -332,9 +332,7 @@ class DenseConversion:
         view = self._view
         sample = view.dataset[index]
         batch = view.collate([sample])
-        batch["aux_hidden_states"][0, int(target_positions(sample.loss_mask).max(initial=0)) :] = (
-            0  # as in the docstring
-        )
+        batch["aux_hidden_states"][0, int(target_positions(sample.loss_mask).max(initial=0)) :] = 0
         size, dtype = self.manifest["draft_vocab_size"], DTYPES[self.manifest["dtype"]]
         probs = torch.full((length, size), 1 / size, dtype=dtype)
         slots, normalizers, masses = batch["target_slots"], batch["log_normalizers"], []

@@ -25,6 +25,7 @@ from torch import Tensor
 from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.cache import reconstruct_target_probs
 from niels_gpt.eagle3.format.layout import INT_FIELDS
+from niels_gpt.eagle3.format.native import target_positions
 from niels_gpt.eagle3.format.plan import CONVERTED_FROM, Batch, TargetPlan, differing_fields, open_plan
 from niels_gpt.eagle3.forward import DenseForward, NativeForward, NonFiniteError, broken_weight, cache_fields
 from niels_gpt.eagle3.head import TargetHead, embeddings_of
@@ -185,17 +186,20 @@ def _run_again(
             continue
         tensors = {name: tensor[at] for name, tensor in made.items()}
         if CONVERTED_FROM in cache.plan["run"] and PROBS in tensors:
-            tensors = _as_converted(tensors)
+            tensors = _as_converted(tensors, int(target_positions(cache.samples.row(row.number)[1]).max(initial=0)))
         yield row, replace(row, tensors=tensors)
 
 
-def _as_converted(again: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a row as a conversion of a native cache writes it: nothing in the slots that no loss needs."""
+def _as_converted(again: Mapping[str, Tensor], aux_rows: int) -> dict[str, Tensor]:
+    """Return a row as a conversion of a native cache writes it: nothing in the slots that no loss needs.
+
+    aux_rows: number of the sample's auxiliary rows in a native cache of `loss`.
+    """
     fields, loss = {name: tensor.clone() for name, tensor in again.items()}, again["loss_mask"] == 1
     width = len(again[PROBS])
     loss, real = loss[:width], again["attention_mask"][:width] == 1
     fields[PROBS][real & ~loss] = 1 / fields[PROBS].shape[-1]
-    fields[AUX][int(loss.nonzero().max()) + 1 if loss.any() else 0 :] = 0
+    fields[AUX][aux_rows:] = 0
     return fields
 
 

@@ -1,6 +1,7 @@
 """precompute --format native: a sample's rows are what the target says of it alone, whatever made them."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import eagle3_runs as small
 from support.causal_models import tiny_model
+from support.commands import niels_gpt
 from support.eagle3_native import read_weights
 from support.eagle3_runs import ALL, FP8, MTP, NATIVE, REPLY, estimated, never, planned, run, samples_of, whole_tree
 from support.errors import refused
@@ -252,3 +254,62 @@ def test_the_command_makes_one_and_says_what_it_takes(tmp_path, native_run, capl
     assert native_run(*again, size, "64")[0] == 0
     status, out, _ = native_run("--output-dir", str(tmp_path / "d"), "--aux-layers", "dflash:2", "--aux-dtype", "fp8")
     assert status == 0 and "fp8 of the blocks 1, 5" in out
+
+
+MADE_FOR = {
+    "eagle3": ([1, 3, 4], "loss", "eagle3, peagle"),
+    "peagle": ([1, 3, 4], "loss", "eagle3, peagle"),
+    "dflash": ([1, 2, 3, 4, 5], "reply", "dflash, dspark, eagle3, peagle"),
+    "dspark": ([1, 2, 4, 6], "all", "dflash, dspark, eagle3, mtp, peagle"),
+    "mtp": ([], "all", "mtp"),
+}
+"""Kind of draft -> blocks of a target of 8, target rows, and the kinds for which they are enough."""
+
+
+@pytest.mark.parametrize("kind", MADE_FOR)
+def test_the_command_makes_a_cache_for_a_kind_of_draft(tmp_path, native_run, model, kind):
+    layers, targets, enough = MADE_FOR[kind]
+    flags = ("--shard-bytes", "20000", "--for", kind)
+    status, out, _ = native_run(*flags, "--dry-run")
+    assert status == 0 and f"target rows {targets}: enough for {enough}\n" in out
+    (estimate,) = re.findall(r"([\d,]+) bytes a token", out)
+    assert native_run(*flags)[0] == 0
+    cache, meta = NativeEagle3Dataset(tmp_path / "c"), json.loads((tmp_path / "c" / "meta.json").read_bytes())
+    manifest, before = meta["manifest"], whole_tree(tmp_path / "c")
+    assert (manifest["aux_layer_ids"], manifest.get("targets")) == (layers, None if targets == "loss" else targets)
+    assert manifest.get("enough_for") == (None if targets == "loss" else enough.split(", "))
+    assert manifest.get("made_for") == (None if kind == "eagle3" else kind)
+    assert json.loads(before["sidecar/plan.json"])["manifest"].get("targets") == manifest.get("targets")
+    rows = zip(*(small.rows_of(sample.loss_mask.tolist(), targets) for sample in cache), strict=True)
+    assert [meta["totals"][name] for name in ("tokens", "aux_rows", "target_rows")] == [*map(sum, rows)]
+    assert estimate == f"{meta['bytes_per_token']:,.0f}"
+    for more in ((), ("--head-only",)):
+        done = niels_gpt("eagle3", "verify", tmp_path / "c", "--target", model, "-k", "3", *more)
+        assert done.status == 0 and "recomputed    ok" in done.out, done.out
+    for name in ("meta.json", "sidecar/shard-000001.json", "shard-000000.safetensors"):  # as a killed run leaves it
+        (tmp_path / "c" / name).unlink()
+    assert native_run(*flags, "--resume")[0] == 0 and whole_tree(tmp_path / "c") == before
+    other = "mtp" if kind == "dspark" else "dspark"
+    status, _, errors = native_run("--shard-bytes", "20000", "--for", other, "--resume")
+    assert status == 1 and "error[E703]" in errors and "manifest.made_for" in errors
+    status, _, errors = native_run(*flags, "--aux-layers", "dflash:3", "--targets", "all", "--resume")
+    assert status == 1 and "error[E703]" in errors and "manifest.aux_layer_ids" in errors
+    assert whole_tree(tmp_path / "c") == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--for", "dflash", "--targets", "loss"), "--for dflash .* and --targets loss: .* enough for eagle3, peagle"),
+        (("--for", "dspark", "--aux-layers", "none"), "--for dspark with --aux-layers none .* enough for mtp"),
+        (("--for", "mtp", "--targets", "reply"), "--aux-layers none with --targets reply: .* Pass --targets all"),
+        (("--aux-layers", "none"), "--targets loss: .* Pass --targets all"),
+        (("--for", "dspark", "--format", "1"), "--for is dspark, .*--format native only, .*pass --format native"),
+        (("--targets", "loss", "--format", "2"), "--targets is loss, .*pass --format native"),
+        (("--aux-layers", "dspark:8"), "--aux-layers dspark:8: .* a target of 8 layers has no 8 different"),
+    ],
+)
+def test_states_that_a_draft_would_lack_are_refused(tmp_path, native_run, flags, said):
+    status, _, errors = native_run(*flags)
+    assert status in (1, 2) and re.search(said, " ".join(errors.split())), errors
+    assert not (tmp_path / "c").exists()

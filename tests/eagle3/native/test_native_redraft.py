@@ -2,16 +2,19 @@
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import eagle3_native
+from support import eagle3_native, eagle3_runs
 from support.commands import niels_gpt
 from support.eagle3_runs import EAGLE3, disk, whole_tree
 
 from niels_gpt.eagle3.cache import CACHE_KEYS, CachedEagle3Dataset, convert, read_manifest, read_target_embeddings
+from niels_gpt.eagle3.format.drafters import TARGETS, manifest_keys
+from niels_gpt.eagle3.native import NativeEagle3Dataset
 from niels_gpt.eagle3.vocab import save_token_mapping
 from niels_gpt.storage.errors import CacheError
 
@@ -37,12 +40,15 @@ def cache(native_run, tmp_path):
     return tmp_path / "c"
 
 
-def test_redraft_writes_what_precompute_writes_for_that_vocabulary(cache, native_run, tmp_path):
-    whole, out = whole_tree(cache), tmp_path / "out"
+@pytest.mark.parametrize("form", [(), ("--for", "dflash"), ("--for", "mtp")], ids=["loss", "reply", "all"])
+def test_redraft_writes_what_precompute_writes_for_that_vocabulary(native_run, tmp_path, form):
+    form, cache, out = ("--dtype", "fp32", *form), tmp_path / "c", tmp_path / "out"
+    assert native_run(*form)[0] == 0
+    whole = whole_tree(cache)
     status, said, _ = eagle3("redraft", cache, out, "--draft-vocab-size", 60)
     assert status == 0 and "draft vocabulary 60; " in said and ", 0 copied" in said
     assert whole_tree(cache) == whole
-    assert cache.rename(tmp_path / "first") and native_run("--dtype", "fp32", "--draft-vocab-size", "60")[0] == 0
+    assert cache.rename(tmp_path / "first") and native_run(*form, "--draft-vocab-size", "60")[0] == 0
     assert whole_tree(out) == whole_tree(cache)
     manifest = read_manifest(out)
     special = [each for each in plan_of(out)["tokenizer"]["special_token_ids"] if each is not None]
@@ -51,8 +57,8 @@ def test_redraft_writes_what_precompute_writes_for_that_vocabulary(cache, native
     assert {name for name, is_link in links.items() if not is_link} == {"manifest.json", "meta.json"}
     assert eagle3("verify", out)[0] == 0
     # The old folder can go: the other one keeps the files.
-    item = CachedEagle3Dataset(out)[0]
-    assert item["target_probs"].shape[-1] == 60
+    shutil.rmtree(tmp_path / "first")
+    assert NativeEagle3Dataset(out)[0].last_hidden_states.any() and len(manifest["selected_token_ids"]) == 60
 
 
 def test_redraft_takes_the_tokens_of_a_file_and_of_a_cache(cache, tmp_path):
@@ -148,8 +154,12 @@ def test_a_converted_cache_has_the_counts_and_the_mass_of_version_1(native_run, 
 
 
 @pytest.mark.parametrize("form", [("--dtype", "fp32"), ("--aux-dtype", "fp8")], ids=["fp32", "fp8"])
-def test_the_target_is_run_over_a_converted_cache_again(native_run, model, tmp_path, form):
-    assert native_run(*form)[0] == 0
+def test_the_target_is_run_over_a_converted_cache_again(native_run, model, chats, tmp_path, form):
+    with_more = [json.loads(line) for line in chats.read_text().splitlines()]
+    for number, chat in enumerate(with_more):  # a question without an answer: the last tokens have no loss
+        chat["messages"] += [{"role": "user", "content": "And?"}] * (number % 2)
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in with_more))
+    assert native_run(*form, "--input-data", str(tmp_path / "chats.jsonl"), "--seq-length", "60")[0] == 0
     status, said, _ = eagle3("convert", tmp_path / "c", "--format", 1, "--output-dir", tmp_path / "out")
     assert status == 0 and ("the auxiliary states are converted from fp8 to bf16" in said) == ("fp8" in form)
     status, said, _ = eagle3("verify", tmp_path / "out", "--target", model)
@@ -176,10 +186,27 @@ def test_the_command_of_a_refused_conversion_takes_the_same_samples_and_the_same
     assert read_manifest(out)["selected_token_ids"] == read_manifest(old)["selected_token_ids"]
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_conversion_does_not_depend_on_the_target_rows(tmp_path, version):
+    for targets in TARGETS:
+        keys = manifest_keys(targets, [1, 3, 4])
+        eagle3_runs.run(
+            tmp_path / targets, given=eagle3_runs.plan(eagle3_runs.samples_of(), **eagle3_runs.NATIVE, **keys)
+        )
+        out = tmp_path / f"{targets}-{version}"
+        assert eagle3("convert", tmp_path / targets, "--format", version, "--output-dir", out)[0] == 0
+        assert whole_tree(out) == whole_tree(tmp_path / f"loss-{version}")
+        assert eagle3("verify", out)[0] == 0
+
+
 def test_conversions_that_would_lose_something_are_refused(cache, made, tmp_path):
     eagle3_native.write_native(tmp_path / "two", [[0, 1, 1]])
     status, _, errors = eagle3("convert", tmp_path / "two", "--format", 1, "--output-dir", tmp_path / "out")
     assert status == 1 and "2 auxiliary layers; versions 1 and 2 have 3" in errors
+    eagle3_runs.run(tmp_path / "none", given=eagle3_runs.plan(eagle3_runs.samples_of(), **eagle3_runs.MTP))
+    status, _, errors = eagle3("convert", tmp_path / "none", "--format", 2, "--output-dir", tmp_path / "out")
+    assert status == 1 and "error[E710]" in errors and "0 auxiliary layers; versions 1 and 2 have 3" in errors
+    assert "--format 1 or 2, without --for, --targets and --aux-layers" in errors
     status, _, errors = eagle3("convert", cache, "--format", 1)
     assert status == 2 and "pass --output-dir" in errors and not (tmp_path / "out").exists()
     for folder, form, flag in ((made, 2, "--shard-size"), (made, 2, "--output-dir"), (cache, "native", "--output-dir")):
