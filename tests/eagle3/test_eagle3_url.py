@@ -492,7 +492,7 @@ def test_a_cache_on_a_disk_whose_padding_is_holes(tmp_path, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["top k", "native"])
+@pytest.mark.parametrize("form", ["top k", "native", "fields"])
 def test_over_a_server(tmp_path, form, place, s3_server, mounts):
     cache = written(tmp_path / "c", form)
     name = f"team/eagle3-{form[:3]}"

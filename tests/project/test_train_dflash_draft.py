@@ -25,27 +25,28 @@ def example():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny_tokenizer):
-    """A folder with a target of random weights, and its cache in fp32."""
+    """A folder with a target of random weights, and its caches in fp32 and bf16."""
     folder = tmp_path_factory.mktemp("run")
     write_small_target(folder / "target", tiny_tokenizer)
     chats = [[("user", f"Page {page}?"), ("assistant", ANSWERS[page % 3] * (1 + page % 2))] for page in range(10)]
     lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) for chat in chats]
     (folder / "chats.jsonl").write_text("\n".join(lines))
-    what = f"--target-model {folder}/target --input-data {folder}/chats.jsonl --output-dir {folder}/cache"
-    how = "--format native --for dflash --dtype fp32 --seq-length 48 --draft-vocab-size 200 --threads 1 --device cpu"
-    assert precompute.main([*what.split(), *how.split()]) == 0
+    what = f"--target-model {folder}/target --input-data {folder}/chats.jsonl --format native --for dflash"
+    for dtype in ("fp32", "bf16"):
+        how = f"--output-dir {folder}/{dtype} --dtype {dtype} --seq-length 48 --threads 1 --device cpu"
+        assert precompute.main([*what.split(), *how.split()]) == 0
     return folder
 
 
 def test_each_slot_of_training_is_a_proposal_at_inference(example, run):
     """One block at a time, with the states of the tokens before its anchor, against the target's own logits."""
-    data = NativeEagle3Dataset(run / "cache", fields=FIELDS)
+    data = NativeEagle3Dataset(run / "fp32", fields=FIELDS)
     target = load_target(str(run / "target"), revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
-    draft, drawn, divergences = example.Draft(read_weights(run / "cache"), 5 * 64), [], []
+    draft, drawn, divergences = example.Draft(read_weights(run / "fp32"), 5 * 64), [], []
     batch = data.collate_fn()([data.as_stored()[number] for number in (0, 1, 4)])
     with torch.no_grad():
         hook = draft.register_forward_hook(lambda _, inputs, __: drawn.append(inputs[2]))
-        found = example.loss_of(draft, TargetHead.of_cache(run / "cache"), batch, torch.Generator().manual_seed(0))
+        found = example.loss_of(draft, TargetHead.of_cache(run / "fp32"), batch, torch.Generator().manual_seed(0))
         hook.remove()
         (anchors,) = drawn
         for row in range(3):
@@ -66,9 +67,11 @@ def test_each_slot_of_training_is_a_proposal_at_inference(example, run):
     assert torch.allclose(found, torch.stack(divergences).mean(), rtol=1e-4)
 
 
-def test_the_losses_from_the_cache_are_those_of_the_running_target_and_fall(example, run):
-    live = torch.tensor(example.main([str(run / "cache"), "--live", str(run / "target")]))
-    shutil.move(run / "target", run / "away")  # a training from the cache needs no target
-    cached = torch.tensor(example.main([str(run / "cache")]))
-    assert cached.shape == (50,) and torch.allclose(cached, live, rtol=1e-5)
+@pytest.mark.parametrize(("dtype", "error"), [("fp32", 3e-6), ("bf16", 2e-3)])
+def test_the_losses_from_the_cache_are_those_of_the_running_target_and_fall(example, run, dtype, error):
+    live = torch.tensor(example.main([str(run / dtype), "--live", str(run / "target")]))
+    away = shutil.move(run / "target", run / "away")  # a training from the cache needs no target
+    cached = torch.tensor(example.main([str(run / dtype)]))
+    shutil.move(away, run / "target")
+    assert cached.shape == (50,) and torch.allclose(cached, live, rtol=error, atol=0)
     assert cached[-10:].mean() < cached[:10].mean() / 2

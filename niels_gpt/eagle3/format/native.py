@@ -329,6 +329,7 @@ class MappedShard:
     tensors: dict[str, torch.Tensor]
     starts: NDArray[np.int64]
     targets: str = "loss"
+    """Which target rows are stored: one of TARGETS."""
 
     @classmethod
     def of(cls, path: str, layout: NativeLayout, *, follow_links: bool = False) -> tuple[MappedShard, bytes]:
