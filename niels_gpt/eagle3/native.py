@@ -167,9 +167,7 @@ class NativeEagle3Dataset(CacheReader[Any]):
             does not fit the manifest; E710 for `last_hidden` of a cache with targets `loss`, which has it only where
             EAGLE-3 reads it; UsageError for other names than those of FIELDS.
         """
-        if fields is not None and (isinstance(fields, str) or not fields or {*fields} - {*FIELDS}):
-            raise UsageError(f"fields is {fields!r}, expected names of {', '.join(FIELDS)}, as a list")
-        self.fields = None if fields is None else tuple(fields)
+        self.fields = None if fields is None else _checked(fields)
         cache_dir = local_path(cache_dir, at_url)
         shards = NativeShards.of_cache(cache_dir, max_open_shards, follow_links=follow_links, check=check)
         self._shards: NativeShards
@@ -290,10 +288,10 @@ def token_batch(
     fields: names of FIELDS. pad_to, memory: see `native_batch`.
     Returns: a dict of the fields, see `NativeEagle3Dataset`, each [B, W] or [B, W, width], and of attention_mask, int64
         [B, W]. Padding and states that are not stored are zeros.
-    Raises: ValueError for no samples, samples of several forms, a sample longer than pad_to, and last_hidden of samples
-        with targets `loss`.
+    Raises: ValueError for other fields, no samples, samples of several forms, a sample longer than pad_to, and
+        last_hidden of samples with targets `loss`.
     """
-    width, memory = _width_of(samples, pad_to), memory or BatchMemory()
+    width, memory, fields = _width_of(samples, pad_to), memory or BatchMemory(), _checked(fields)
     if "last_hidden" in fields and any(sample.targets == "loss" for sample in samples):
         raise ValueError(f"fields has last_hidden, and the samples have {_LOSS_ONLY[0]}, expected {_LOSS_ONLY[1]}")
     batch: dict[str, torch.Tensor] = {}
@@ -306,6 +304,13 @@ def token_batch(
         else:
             batch[name] = (_last_of_tokens if name == "last_hidden" else _aux_of)(samples, width, memory)
     return batch
+
+
+def _checked(fields: Sequence[str]) -> tuple[str, ...]:
+    """Return the fields. Raises: UsageError unless they are names of FIELDS, one or more."""
+    if isinstance(fields, str) or not fields or {*fields} - {*FIELDS}:
+        raise UsageError(f"fields is {fields!r}, expected names of {', '.join(FIELDS)}, as a list")
+    return tuple(fields)
 
 
 def _last_of_tokens(samples: Sequence[NativeSample], width: int, memory: BatchMemory) -> torch.Tensor:

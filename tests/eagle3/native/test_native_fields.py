@@ -79,6 +79,8 @@ def test_fields_come_alone_and_in_the_order_asked_for(tmp_path):
     for fields in (["input_ids", "logits"], "input_ids", []):
         with refused("E101", "input_ids, loss_mask, aux_hidden_states, last_hidden"):
             build_native_dataloader(tmp_path, 2, False, fields=fields)
+        with refused("E101", "input_ids, loss_mask, aux_hidden_states, last_hidden"):
+            token_batch(samples, fields)
 
 
 def test_an_item_has_memory_of_its_own(tmp_path):
