@@ -48,6 +48,28 @@ def test_meta_json_names_every_file_and_its_content(eagle3_caches, form):
     assert meta["disk_bytes"] == sum(record["bytes"] for record in meta["files"])
 
 
+DIGESTS = {
+    "dense": "f059d705a8c9cf00",
+    "topk": "5a17b1edfc8f05ce",
+    "native": "ff8509e0c9f5e1d7",
+    "fp8": "4cc2a988f6dd515c",
+}
+"""Of commit f83bdc2e, which had no other target rows than those of `loss`."""
+PLANNED = re.compile("manifest[.]json|sidecar/(plan[.]json|batches[.]jsonl|ids[.]txt|samples[.]safetensors)")
+
+
+@pytest.mark.parametrize("form", DIGESTS)
+def test_the_plan_and_the_layout_of_a_cache_are_those_of_earlier_versions(eagle3_caches, form):
+    """States are left out: their last bits depend on the processor."""
+    found, cache = hashlib.sha256(), eagle3_caches[form]
+    for path in sorted(cache.rglob("*")):
+        name, content = path.relative_to(cache).as_posix(), path.read_bytes() if path.is_file() else b""
+        header = path.suffix == ".safetensors" and content[: 8 + int.from_bytes(content[:8], "little")]
+        if decided := content if PLANNED.fullmatch(name) else header:
+            found.update(f"{name} {hashlib.sha256(decided).hexdigest()}\n".encode())
+    assert found.hexdigest()[:16] == DIGESTS[form]
+
+
 @pytest.mark.parametrize("form", ALL_FORMS)
 def test_a_resumed_run_adds_the_files_to_a_cache_of_an_earlier_build_without_the_target(eagle3_caches, tmp_path, form):
     samples, whole = samples_of(), whole_tree(eagle3_caches[form])

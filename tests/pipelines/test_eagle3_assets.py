@@ -224,6 +224,15 @@ def test_settings_that_do_not_fit_are_named_as_settings(settings):
         "eagle3_topk is 4": {"format": "native", "shard_size": 256, "topk": 4},
         "eagle3_aux_dtype is fp8": {"aux_dtype": "fp8"},
         "eagle3_aux_layers 99: ": {"aux_layers": "99"},
+        "eagle3_made_for is dspark": {"made_for": "dspark"},
+        "eagle3_target_rows is 'some'": {"format": "native", "shard_size": 256, "target_rows": "some"},
+        "eagle3_made_for mtp with eagle3_aux_layers 1,2 and eagle3_target_rows reply: ": {
+            "format": "native",
+            "shard_size": 256,
+            "made_for": "mtp",
+            "aux_layers": "1,2",
+            "target_rows": "reply",
+        },
     }
     for said, changed in changes.items():
         with refused("E102", said):
@@ -267,6 +276,39 @@ def test_the_fingerprint_of_caches_of_earlier_versions_stays(settings):
     assert fingerprints(Settings(source_root="sample", eagle3_max_samples=6))[KEY] == "240dbab57c5f"
     in_parts, whole = (fingerprint_in_parts(settings, part) for part in ((0, 2), None))
     assert in_parts == whole, "which shards a folder has decides no byte"
+    native = dataclasses.replace(settings, eagle3_format="native", eagle3_shard_size=256)
+    named = dataclasses.replace(native, eagle3_aux_layers="eagle3")
+    assert (fingerprints(named), fingerprint_in_parts(named, None)) == (
+        fingerprints(native),
+        fingerprint_in_parts(native, None),
+    )
+    stated = dataclasses.replace(native, eagle3_made_for="eagle3", eagle3_target_rows="loss")
+    assert fingerprint_in_parts(stated, None) == fingerprint_in_parts(native, None)
+    others = [{"made_for": "peagle"}, {"made_for": "dspark"}, {"target_rows": "reply"}, {"target_rows": "all"}]
+    changed = [dataclasses.replace(native, **{f"eagle3_{key}": each[key] for key in each}) for each in others]
+    assert len({fingerprint_in_parts(each, None) for each in (native, *changed)}) == 5
+    assert len({fingerprints(each)[KEY] for each in (native, *changed)}) == 5
+    assert {fingerprints(each)[VOCAB] for each in changed} == {fingerprints(native)[VOCAB]}
+
+
+def test_a_cache_for_a_kind_of_draft_is_built_by_its_setting_and_described(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    native = dataclasses.replace(settings, eagle3_format="native", eagle3_shard_size=256, eagle3_made_for="dspark")
+    result = run(instance, native, VOCAB, KEY)
+    assert built(result) == {VOCAB, KEY} and all(verdicts(result).values())
+    found, manifest = metadata(result)[KEY], read_manifest(cache_of(native))
+    manifest.pop("selected_token_ids")
+    assert mirrors(found, manifest) and (found["targets"], found["made_for"]) == ("all", "dspark")
+    assert found["enough_for"] == ["dflash", "dspark", "eagle3", "mtp", "peagle"]
+    assert found["target_rows"] == found["tokens"]
+    done = niels_gpt("stats", cache_of(native))
+    assert done.status == 0 and "all: enough for dflash, dspark, eagle3, mtp, peagle" in " ".join(done.out.split())
+    fewer = dataclasses.replace(native, eagle3_made_for=None, eagle3_target_rows="reply")
+    assert set(stale(instance, fewer)) == {KEY}
+    again = run(instance, fewer, VOCAB, KEY)
+    assert built(again) == {KEY} and metadata(again)[KEY]["targets"] == "reply"
+    assert stale(instance, fewer) == {} and niels_gpt("verify", native.cache_dir, "--deep").status == 0
 
 
 def test_a_flipped_bit_fails_the_checks_and_one_more_run_builds_from_scratch(
