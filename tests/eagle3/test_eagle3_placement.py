@@ -37,6 +37,7 @@ from niels_gpt.storage.fileio import canonical_json
 pytest.importorskip("transformers", reason="a target needs the extra eagle3")
 ENDS = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
 FORMS = {"native": ["--format", "native", "--shard-bytes", "100000"], "dense": ["--shard-size", "4"]}
+FORMS["no block"] = [*FORMS["native"], "--for", "mtp"]
 FP32 = {"revision": None, "dtype": torch.float32, "attention": "sdpa", "device": "cpu"}
 
 

@@ -116,7 +116,7 @@ def test_bytes_are_those_of_any_run_with_as_many_ranks_and_its_plan_says_how_man
 
 @pytest.mark.slow
 def test_a_target_in_bf16(targets, tmp_path):
-    form = {**small.FP8, "run": {"compute_dtype": "bf16"}}
+    form = {**small.ALL, "run": {"compute_dtype": "bf16"}}
     for name, ranks in (("one", 1), ("two", 2)):
         made(tmp_path / name, targets["llama"], ranks=ranks, form=form)
     one, two = stored(tmp_path / "one"), stored(tmp_path / "two")
