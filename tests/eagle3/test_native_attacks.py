@@ -164,6 +164,7 @@ ATTACKS = {
     "manifest: numbers": Attack(every("manifest.json", "format_version num_samples num_shards hidden_size seq_length")),
     "manifest: more numbers": Attack(every("manifest.json", "target_vocab_size draft_vocab_size shard_bytes")),
     "manifest: lists": Attack(every("manifest.json", "aux_layer_ids selected_token_ids dtype aux_dtype target_model")),
+    "manifest: targets": Attack(every("manifest.json", "targets enough_for made_for")),
     "manifest: head": Attack(every("manifest.json", "head head.norm head.eps head.logit_scale head.softcap head.tied")),
     "manifest: conventions": Attack(every("manifest.json", "conventions conventions.last_hidden head.compute_dtype")),
     "receipts": Attack(every("sidecar/shard-000001.json", "slots facts")),
