@@ -23,13 +23,16 @@ IMPORTS = (*published.IMPORTS, "niels_gpt.eagle3.native", "niels_gpt.eagle3.deri
 IMPORTS += ("datasets", "niels_gpt.recipes.eagle3.prepare")
 CKPT, HS = "../sf/rows_0-2000/data_002.ckpt", "../sp/hidden_states/hs_2.safetensors"
 ROWS, INFO, STATE = "../sp/data-00000-of-00001.arrow", "../sp/dataset_info.json", "../sp/state.json"
+AM = "../am/{}".format
+SECOND, ITS_WEIGHTS = AM("shard-000001.safetensors"), AM("target_weights.safetensors")
 WEIGHTS, PICKLED, CONFIG = "../target/model.safetensors", "../target/pytorch_model.bin", "../target/config.json"
-SF, SP, BOTH, WRITE = ("import specforge",), ("import speculators",), ("import *",), ("export *", "convert")
+SF, SP, OF_AM = ("import specforge",), ("import speculators",), ("import automodel",)
+EACH, WRITE = ("import *",), ("export *", "convert")
 
 
 def build(root):
-    """Ten samples as the files of both tools, `sf` and `sp`, and as a native cache, `c`; and their target."""
-    from support.exchange_files import chats, in_bf16, small_model, write_specforge, write_speculators
+    """Ten samples as the files of each tool, `sf`, `sp` and `am`, and as a native cache, `c`; and their target."""
+    from support.exchange_files import chats, in_bf16, small_model, write_automodel, write_specforge, write_speculators
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -38,6 +41,7 @@ def build(root):
     given = [in_bf16(chat) for chat in chats(model)]
     write_specforge(root / "sf", given)
     write_speculators(root / "sp", given)
+    write_automodel(root / "am", model, given, [1, 3, 4, 7])
     assert command(IMPORT.format("sp", "speculators"))(root) == 0
     (root / "of-sp").rename(root / "c")
 
@@ -68,6 +72,7 @@ IMPORT = "import @/{0} @/of-{0} --from {1} --target @/target --draft-vocab-size 
 PROBES = {
     "import specforge": Probe(command(IMPORT.format("sf", "specforge")), writes=True),
     "import speculators": Probe(command(IMPORT.format("sp", "speculators")), writes=True),
+    "import automodel": Probe(command(IMPORT.format("am", "automodel")), writes=True),
     "export specforge": Probe(command("export @/c @/to-sf --to specforge"), writes=True),
     "export speculators": Probe(command("export @/c @/to-sp --to speculators"), writes=True),
     "convert": Probe(command("convert @/c --output-dir @/1 --format 1"), writes=True),
@@ -180,6 +185,36 @@ def number(name, value):
     return make
 
 
+def one_long_sample(root, _):
+    """Let Automodel's cache be a single sample of 16,777,216 tokens, almost all holes, with 10 GB of states."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from niels_gpt.eagle3.exchange.automodel import shard_tensors
+    from niels_gpt.eagle3.format.layout import row_bytes_of, tensors_header
+
+    folder = root / "am"
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    manifest |= {"seq_length": 1 << 24, "num_samples": 1, "shard_size": 1, "dtype": "fp32"}
+    manifest |= {"target_layer_ids": [*range(-1, 8)], "target_hidden_dim": 9 * 16}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    weights = load_file(folder / "target_weights.safetensors")
+    model = load_file(root / "target" / "model.safetensors")
+    whole = {"embed_tokens.weight": model["model.embed_tokens.weight"], "lm_head.weight": model["lm_head.weight"]}
+    assert all(torch.equal(whole[name].bfloat16(), each) for name, each in weights.items())
+    save_file(whole, folder / "target_weights.safetensors")
+    for path in folder.glob("shard-*"):
+        path.unlink()
+    tensors = shard_tensors(manifest, 1)
+    size = len(tensors_header(tensors)) + sum(map(row_bytes_of, tensors.values()))
+    assert size > 10 << 30
+    with open(folder / "shard-000000.safetensors", "wb") as made:
+        made.write(tensors_header(tensors))
+        made.seek((8 << 24) - (1 << 20) - 8, 1)
+        made.write(bytes(1 << 20) + b"\1".ljust(8, b"\0"))  # the last id is another one than all before it
+        made.truncate(size)
+
+
 pipe = lambda path, _: (path.unlink(missing_ok=True), os.mkfifo(path))  # noqa: E731
 a_device = lambda path, outside: (path.touch(), to_a_device(path, outside))  # noqa: E731
 no_weights = at(WEIGHTS, lambda path, _: path.unlink())
@@ -203,23 +238,23 @@ ATTACKS = {
     "rows elsewhere": Attack(
         changed(STATE, put("_data_files", [{"filename": "../c/manifest.json"}])), SP, "same folder"
     ),
-    "pipe of weights": Attack(at(WEIGHTS, pipe), BOTH, "regular file"),
-    "device beside weights": Attack(at("../target/a.bin", a_device), BOTH, "regular file"),
-    "sparse target": Attack(sparse(WEIGHTS), BOTH, "holes"),
-    "weights above": Attack(indexed("../../outside/target/model.safetensors"), BOTH, "files beside it"),
-    "weights anywhere": Attack(indexed(""), BOTH, "files beside it"),
-    "an adapter": Attack(file("../target/adapter_config.json", lambda: b"{}"), BOTH, "Merge the adapter"),
-    "a pickle of weights that hashes for ever": Attack(all_of(no_weights, archived(PICKLED, HASHED)), BOTH, "twice"),
+    "pipe of weights": Attack(at(WEIGHTS, pipe), EACH, "regular file"),
+    "device beside weights": Attack(at("../target/a.bin", a_device), EACH, "regular file"),
+    "sparse target": Attack(sparse(WEIGHTS), EACH, "holes"),
+    "weights above": Attack(indexed("../../outside/target/model.safetensors"), EACH, "files beside it"),
+    "weights anywhere": Attack(indexed(""), EACH, "files beside it"),
+    "an adapter": Attack(file("../target/adapter_config.json", lambda: b"{}"), EACH, "Merge the adapter"),
+    "a pickle of weights that hashes for ever": Attack(all_of(no_weights, archived(PICKLED, HASHED)), EACH, "twice"),
     "compressed weights": Attack(
         all_of(no_weights, archived(PICKLED, HASHED, compression=zipfile.ZIP_DEFLATED, data=1 << 24)),
-        BOTH,
+        EACH,
         "compressed",
     ),
     **{
-        f"{layers} layers": Attack(changed(CONFIG, put("num_hidden_layers", layers)), BOTH, "layers")
+        f"{layers} layers": Attack(changed(CONFIG, put("num_hidden_layers", layers)), EACH, "layers")
         for layers in (10**9, -1)
     },
-    "a vocabulary for the memory": Attack(changed(CONFIG, put("vocab_size", 2 * 10**8)), BOTH, "states 6,400,0"),
+    "a vocabulary for the memory": Attack(changed(CONFIG, put("vocab_size", 2 * 10**8)), EACH, "states 6,400,0"),
     "a model as tokenizer": Attack(
         file("../target/tokenizer_config.json", lambda: b'{"tokenizer_class": "AutoModelForCausalLM"}')
     ),
@@ -237,6 +272,16 @@ ATTACKS = {
     "distributions for the memory": Attack(long_samples(2, 50_000), ("convert",), "redraft"),
     "pipe of a template": Attack(at("../template", pipe), ("precompute", "respond"), "regular file"),
     "sparse template": Attack(sparse("../template"), ("precompute", "respond"), "bytes"),
+    "a sample for the memory": Attack(one_long_sample, OF_AM, "bytes of states|mmap"),  # of the limit here
+    "many shards": Attack(
+        changed(AM("manifest.json"), lambda value: value.update(num_samples=9_999_999, shard_size=1)), OF_AM, "3 shards"
+    ),
+    "a sparse shard": Attack(sparse(SECOND), OF_AM, "holes"),
+    "a sparse manifest": Attack(sparse(AM("manifest.json")), OF_AM, "bytes, expected at most"),
+    "sparse weights of a head": Attack(sparse(ITS_WEIGHTS), OF_AM, "holes"),
+    "a pipe as a shard": Attack(at(SECOND, pipe), OF_AM, "regular file"),
+    "a device as weights": Attack(at(ITS_WEIGHTS, to_a_device), OF_AM, "link"),
+    "a device as manifest": Attack(at(AM("manifest.json"), to_a_device), OF_AM, "link"),
     "NaN": Attack(number("last_hidden_states", float("nan")), WRITE, "finite"),
     "ids of no token": Attack(number("input_ids", 400), WRITE, "ids"),
 }

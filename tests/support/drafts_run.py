@@ -334,6 +334,37 @@ def automodel_write(folder, target, items, layers, seq_length, shard_size):
     cache.write_manifest(folder, {**described, "complete": True})
 
 
+def automodel_produce(target, samples, *argv):
+    """Run Automodel's command precompute_dspark on a CPU, over samples in the place of chats; return its status.
+
+    argv: beside --target-model and --input-data.
+    """
+    from types import SimpleNamespace
+
+    import torch
+    from nemo_automodel.components.speculative import precompute_dspark as command
+    from transformers import AutoModelForCausalLM
+
+    def loader(*, seq_length, batch_size, **_):
+        rows = []
+        for sample in samples:
+            row = {name: sample[name] for name in ("input_ids", "loss_mask")}
+            row["attention_mask"] = torch.ones_like(sample["input_ids"])
+            more = 0, seq_length - len(sample["input_ids"])
+            rows.append({name: torch.nn.functional.pad(each, more) for name, each in row.items()})
+        return torch.utils.data.DataLoader(rows, batch_size=batch_size)
+
+    def model(name, *, torch_dtype, **_):
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype)
+
+    command.build_eagle3_dataloader = loader
+    command.NeMoAutoModelForCausalLM = SimpleNamespace(from_pretrained=model)  # Automodel's own needs a GPU
+    command.NeMoAutoTokenizer = SimpleNamespace(
+        from_pretrained=lambda *_, **__: SimpleNamespace(chat_template="{}", apply_chat_template=print)
+    )
+    return command.main(["--target-model", target, "--input-data", "chats", "--device", "cpu", *argv])
+
+
 def automodel(kind, target, source, layers):
     """Return loss and gradient of Automodel's DSpark draft. source: a cache, or items of its own producer."""
     import torch

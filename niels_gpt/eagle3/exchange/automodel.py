@@ -72,6 +72,18 @@ _KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "target_layer_ids": ("a list of integers", (EMBEDDING, 999)),
 }
 """Key of the manifest that is read -> its type and limits, as in format.manifest."""
+_OF_RUN: dict[str, tuple[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("train_data_path", "chat_template_sha256"), ("a text", ())),
+    "train_split": ("a text or null", ()),
+    "shuffle_seed": ("an integer", (0, 2**63 - 1)),
+    **dict.fromkeys(("mask_reasoning_content", "mask_generation_prompt"), ("true or false", ())),
+}
+"""Keys of the manifest about the text and its loss mask, which Automodel's trainer compares in part."""
+
+
+def facts_of_run(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a manifest, or of an import's meta.json, about the text and its loss mask: those that fit."""
+    return {key: found[key] for key, how in _OF_RUN.items() if key in found and is_good(*how, found[key])}
 
 
 class AutomodelFiles:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.exchange.automodel import EMBED, EMBEDDING, HEAD, MAX_SHARDS, AutomodelWriter
+from niels_gpt.eagle3.exchange.automodel import EMBED, EMBEDDING, HEAD, MAX_SHARDS, AutomodelWriter, facts_of_run
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample
 from niels_gpt.eagle3.exchange.tools import KINDS, NUM_LAYERS, SpecForgeWriter, SpeculatorsWriter
 from niels_gpt.eagle3.format.drafters import DRAFTERS, drafters_of
@@ -246,7 +246,9 @@ def _automodel(folder: Path, source: Source) -> AutomodelWriter:
     """Return the writer of Automodel's DSpark cache. Raises: CacheError E710 for what its form or loss cannot hold."""
     manifest, cache, links = source.manifest, source.cache, source.follow_links
     record = read_record(cache, follow_links=links) or {}
-    target = record.get("target") or (eagle3_meta(cache, links) or {}).get("target") or {}
+    meta = {} if record else eagle3_meta(cache, links) or {}
+    target, of_import = (each if isinstance(each, dict) else {} for each in (meta.get("target"), meta.get("source")))
+    target = record.get("target", target)
     num_layers, model_type = target.get("num_layers"), target.get("model_type")
     if type(num_layers) is not int or not isinstance(model_type, str):
         found = "does not say how many layers its target has, and of which type it is"
@@ -256,15 +258,30 @@ def _automodel(folder: Path, source: Source) -> AutomodelWriter:
         found = f"{source.stored.num_samples:,} samples, {source.shard_size:,} a shard"
         raise CacheError(cache, found, f"{MAX_SHARDS:,} shards at most", "Pass a larger --shard-size", code="E710")
     weights = _weights(source, model_type)
-    stored = DTYPES[manifest["dtype"]]
+    notes = list[str]()
+    if left_out := sorted({*manifest["aux_layer_ids"]} - ({*layers} - {num_layers - 1})):
+        notes.append(f"the outputs of the blocks {left_out} are left out: they are not among the features {layers}")
+    if model_type not in PROVED:
+        notes.append(f"Automodel trains its DSpark draft for {' and '.join(PROVED)}; the target's type is {model_type}")
+    described = _described(source, layers) | {"target_model_type": model_type, "num_hidden_layers": num_layers}
+    tokenizer = record.get("tokenizer", {})
+    described |= {
+        "mask_generation_prompt": bool(record),  # the role header of precompute's samples carries no loss
+        "chat_template_sha256": tokenizer.get("template_sha256") or hashlib.sha256(b"").hexdigest(),
+        **(facts_of_run(of_import) if of_import.get("kind") == "automodel" else {}),
+    }
+    return AutomodelWriter(folder, described, weights, manifest["aux_layer_ids"], tokenizer.get("pad_id", 0), notes)
+
+
+def _described(source: Source, layers: list[int]) -> dict[str, Any]:
+    """Return the keys of Automodel's manifest that the cache's manifest decides."""
+    manifest, stored = source.manifest, DTYPES[source.manifest["dtype"]]
     dtype = torch.promote_types(stored, DTYPES.get(manifest["aux_dtype"], stored))
-    size, tokenizer = manifest["hidden_size"], record.get("tokenizer") or {}
-    described = {
+    seed, size = manifest.get("shuffle_seed"), manifest["hidden_size"]
+    return {
         "target_model": manifest["target_model"],
-        "target_model_type": model_type,
         "target_vocab_size": manifest["target_vocab_size"],
         "hidden_size": size,
-        "num_hidden_layers": num_layers,
         "seq_length": manifest["seq_length"],
         "dtype": next(name for name, each in DTYPES.items() if each == dtype),
         "num_samples": source.stored.num_samples,
@@ -272,19 +289,11 @@ def _automodel(folder: Path, source: Source) -> AutomodelWriter:
         "target_hidden_dim": size * len(layers),
         "target_last_hidden_dim": size,
         "target_layer_ids": layers,
-        "train_data_path": str(manifest.get("input_data") or cache.name),
+        "train_data_path": manifest.get("input_data") or source.cache.name,
         "train_split": manifest.get("split"),
-        "shuffle_seed": int(manifest.get("shuffle_seed") or 0),
+        "shuffle_seed": seed if type(seed) is int else 0,
         "mask_reasoning_content": False,
-        "mask_generation_prompt": bool(record),  # the role header of precompute's samples carries no loss
-        "chat_template_sha256": tokenizer.get("template_sha256") or hashlib.sha256(b"").hexdigest(),
     }
-    notes = list[str]()
-    if left_out := sorted({*manifest["aux_layer_ids"]} - ({*layers} - {num_layers - 1})):
-        notes.append(f"the outputs of the blocks {left_out} are left out: they are not among the features {layers}")
-    if model_type not in PROVED:
-        notes.append(f"Automodel trains its DSpark draft for {' and '.join(PROVED)}; the target's type is {model_type}")
-    return AutomodelWriter(folder, described, weights, manifest["aux_layer_ids"], tokenizer.get("pad_id", 0), notes)
 
 
 def _weights(source: Source, model_type: str) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from niels_gpt.eagle3.derive import frequent_tokens
-from niels_gpt.eagle3.exchange.automodel import EMBEDDING, AutomodelFiles
+from niels_gpt.eagle3.exchange.automodel import EMBEDDING, AutomodelFiles, facts_of_run
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample
 from niels_gpt.eagle3.exchange.proof import PROOF_TOKENS, Capture, Convention, prove, reach, refuse_shifted_mask
 from niels_gpt.eagle3.exchange.tools import KINDS, SpecForgeFiles, SpeculatorsFiles
@@ -369,9 +369,10 @@ class Importer:
         totals = self.totals | {"positions": stored.positions(chosen)}
         if problem := Counts.of_meta({"totals": totals}).problem:
             raise CacheError(self.source, problem, code="E709")
+        of_run = facts_of_run(self.files.manifest) if isinstance(self.files, AutomodelFiles) else {}
         # plan_sha256 is null: no run of this project's producer made the states
         keys = {"plan_sha256": None, "totals": totals, "dropped": dict(self.dropped), "altered": {}}
-        write_meta(folder, {**keys, "source": {"kind": self._tool}, "target": dict(self._target.facts)})
+        write_meta(folder, {**keys, "source": {"kind": self._tool, **of_run}, "target": dict(self._target.facts)})
 
     def imported(self) -> Imported:
         """Return what was imported."""

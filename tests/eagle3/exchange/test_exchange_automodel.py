@@ -34,9 +34,10 @@ from support.exchange_files import (
 from support.peer_caches import PEERS
 from support.peer_exchange import Tool
 
-from niels_gpt.eagle3.exchange.automodel import AutomodelFiles
+from niels_gpt.eagle3.exchange.automodel import AutomodelFiles, shard_tensors
 from niels_gpt.eagle3.exchange.move import Target, import_cache
 from niels_gpt.eagle3.exchange.proof import Convention, capture_of
+from niels_gpt.eagle3.format.layout import row_bytes_of, tensors_header
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 from niels_gpt.storage import fileio
@@ -453,22 +454,27 @@ def test_links_are_followed_only_if_asked_for(folder, bringing, tmp_path):
         shutil.rmtree(other)
 
 
-def test_a_shard_of_holes_and_a_sample_of_many_bytes_are_refused_unread(folder, bringing, tmp_path):
-    other = shutil.copytree(folder, tmp_path / "f")
-    change(other, seq_length=1 << 24, num_samples=1, shard_size=1)
-    for path in sorted(other.glob("shard-*"))[1:]:
-        path.unlink()
-    from niels_gpt.eagle3.exchange.automodel import shard_tensors
-    from niels_gpt.eagle3.format.layout import row_bytes_of, tensors_header
-
+def test_a_shard_of_holes_and_a_sample_of_many_bytes_are_refused_unread(qwen3, dialogs, bringing, tmp_path):
+    other = write_automodel(tmp_path / "f", qwen3, dialogs[:1], range(-1, LAYERS), shard_size=1)
+    change(other, seq_length=1 << 24)
     tensors = shard_tensors(json.loads((other / "manifest.json").read_text()), 1)
-    size = len(tensors_header(tensors)) + sum(map(row_bytes_of, tensors.values()))
-    with (other / "shard-000000.safetensors").open("wb") as file:
-        file.write(tensors_header(tensors))
-        file.truncate(size)
-    assert size > 3 << 30
-    with refused("E711", "shard-000000.safetensors", "holes"):
-        bringing(other, tmp_path / "c", trusted=BLOCKS)
+    head = tensors_header(tensors)
+    size = len(head) + sum(map(row_bytes_of, tensors.values()))
+    assert size > 10 << 30
+    for written, words in (
+        (b"", ["shard-000000.safetensors", "almost all of it is holes"]),
+        (
+            bytes(1 << 20) + b"\1".ljust(8, b"\0"),
+            ["16,777,216 tokens have 10,737,418,240 bytes of states", "8,589,934,592"],
+        ),
+    ):
+        with (other / "shard-000000.safetensors").open("wb") as file:
+            file.write(head)
+            file.seek(len(head) + (8 << 24) - len(written))  # the last id is another one than all before it
+            file.write(written)
+            file.truncate(size)
+        with refused("E711", *words):
+            bringing(other, tmp_path / "c", trusted=range(LAST))
 
 
 # --- what an export cannot hold ---------------------------------------------------------------------------------------
@@ -698,17 +704,29 @@ def test_its_dataset_refuses_an_export_that_was_stopped(automodel, cache, tmp_pa
 def test_a_folder_of_its_producer_is_imported_and_given_back(automodel, made, tmp_path):
     target, given, _ = made
     layers = [-1, *FEATURES]
-    padded = their_items(
-        automodel, target, given, layers, multiple=SLOTS, is_cut=False
-    )  # its batches, with states of the padding
-    assert all(bool(each["target_last_hidden_states"].any(-1).all()) for each in padded)
-    automodel.call("automodel_write", str(tmp_path / "f"), target, padded, layers, SLOTS, 4)
+    samples = [{"input_ids": chat.ids, "loss_mask": chat.mask.long()} for chat in given]
+    argv = ["--output-dir", str(tmp_path / "f"), "--seq-length", str(SLOTS), "--batch-size", "2", "--shard-size", "4"]
+    argv += [
+        "--dtype",
+        "fp32",
+        "--target-force-hf",
+        "--mask-generation-prompt",
+        "--target-layer-ids",
+        *map(str, layers),
+    ]
+    assert automodel.call("automodel_produce", target, samples, *argv) == 0
+    padded = read_all(tmp_path / "f")
+    assert all(bool(each["target_last_hidden_states"].any(-1).all()) for each in padded)  # those of padding too
     done = niels_gpt(*("eagle3", "import", tmp_path / "f", tmp_path / "c", "--from", "automodel", "--target", target))
     assert done.status == 0 and "outputs of blocks 1, 3, 5" in done.out and "post_norm" in done.out
     export_cache(tmp_path / "c", "automodel", tmp_path / "again", layers=layers, shard_size=4)
     read, _, _, weights = automodel.call("automodel_read", str(tmp_path / "again"))
     whole = json.loads((tmp_path / "f" / "manifest.json").read_text())["num_samples"]
     assert len(read) == whole == 10
+    described, again = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("f", "again"))
+    same = ("train_data_path", "train_split", "shuffle_seed", "chat_template_sha256", "mask_generation_prompt")
+    assert {key: again[key] for key in same} == {key: described[key] for key in same}
+    assert described["mask_generation_prompt"] is True and described["shuffle_seed"] == 42
     for found, expected, chat in zip(read, padded, given, strict=True):
         length = len(chat.ids) - 2 * (len(chat.ids) == SLOTS)  # two equal tokens at the end, see above
         for name in NAMES:
