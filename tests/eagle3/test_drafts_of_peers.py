@@ -18,7 +18,7 @@ from support.peer_exchange import Tool
 
 from niels_gpt.eagle3 import make_target_cache
 from niels_gpt.eagle3.exchange import export
-from niels_gpt.eagle3.format.drafters import DRAFTERS, TARGETS, manifest_keys
+from niels_gpt.eagle3.format.drafters import DRAFTERS, TARGETS, enough_for, manifest_keys
 from niels_gpt.eagle3.target import dspark_features, parse_aux_layers
 
 FOLDERS = {"speculators": "speculators-0.9.0", "specforge": "specforge-0.2.0", "automodel": "0.7.0"}
@@ -85,6 +85,7 @@ def cache(tmp_path_factory, given):
         key = kind, targets, dtype, aux_dtype, len(given)
         if key not in made:
             folder, layers = tmp_path_factory.mktemp("made") / "c", layers_of(kind)
+            rows_of = targets or DRAFTERS[kind].targets
             rows = [
                 SimpleNamespace(id=str(n), input_ids=c.ids.tolist(), loss_mask=c.mask.int().tolist())
                 for n, c in enumerate(given)
@@ -101,7 +102,7 @@ def cache(tmp_path_factory, given):
                 "dtype": dtype,
                 "seq_length": drafts_run.MAX_LEN,
                 "shard_bytes": 1 << 20 if targets else 20_000,  # one shard has the same batches with any rows
-                **manifest_keys(targets or DRAFTERS[kind].targets, layers, kind),
+                **manifest_keys(rows_of, layers, kind if kind in enough_for(rows_of, layers) else None),
             }
             about = {"name": "small", "vocab_size": VOCAB, "hidden_size": HIDDEN, "config_sha256": "c" * 64}
             about |= {"num_layers": LAYERS, "model_type": "llama"}
@@ -205,13 +206,13 @@ def test_a_cache_of_the_fewest_rows_gives_the_same_gradient_and_a_level_less_ano
 def test_specforge_refuses_the_samples_that_are_left_out(tools, target, cache, live, learnt_live, given, tmp_path):
     """Without two tokens with loss side by side, in files for DFlash and DSpark."""
     alone = torch.arange(len(given[0].ids)) % 2 == 1
+    sample = {**live[0], "loss_mask": alone.long()}
     for kind in ("dflash", "dspark"):
-        sample = {**live[0], "loss_mask": alone.long()}
         with pytest.raises(RuntimeError, match="require two consecutive supervised tokens"):
-            tools("specforge").call("specforge_samples", kind, [sample], layers_of(kind))
+            tools("specforge").call("specforge", kind, target, [sample], layers_of(kind))
         cache_of = cache(kind, given=[replace(given[0], mask=alone), *given])
         done = export_cache(cache_of, "specforge", tmp_path / kind, made_for=kind)
         assert (done.samples, done.left_out, done.tokens) == (7, 1, sum(len(each.ids) for each in given))
         _, ours = tools("specforge").call("specforge", kind, target, str(tmp_path / kind), layers_of(kind))
         assert distance(ours, learnt_live("specforge", kind)[0][1]) <= 1e-5
-    assert len(tools("specforge").call("specforge_samples", "eagle3", [sample], (1, 3, 4))) == 1
+    assert export_cache(cache("eagle3"), "specforge", tmp_path / "eagle3").left_out == 0

@@ -9,9 +9,9 @@ post, the last hidden state before and after the final norm [L, H]. Nothing of n
 import sys
 from pathlib import Path
 
-from support.peer_exchange import serve
+from support.peer_exchange import MAX_LEN, STEPS, serve, specforge_samples, speculators_shift
 
-MAX_LEN, BLOCK, ANCHORS, MASK_ID, STEPS = 64, 4, 16, 3, 3
+BLOCK, ANCHORS, MASK_ID = 4, 16, 3
 
 
 def _layer_config(target):
@@ -47,8 +47,6 @@ def speculators(kind, target, source, layers):
     from loguru import logger
 
     logger.remove()
-    from speculators.models.eagle3.data import shift_batch
-    from speculators.models.mtp.data import shift_batch_mtp
     from speculators.train.data import ArrowDataset, CollateFn
 
     if isinstance(source, str):
@@ -58,12 +56,12 @@ def speculators(kind, target, source, layers):
         items = [_row_of_speculators(each, layers) for each in source]
     torch.manual_seed(0)
     model, call = _speculators_model(kind, target, layers)
-    shift = {"eagle3": shift_batch, "peagle": shift_batch, "mtp": shift_batch_mtp}.get(kind)
+    shift = speculators_shift(kind)
     hidden = model.config.transformer_layer_config.hidden_size
     torch.manual_seed(1)  # of the anchors
     losses = []
     for item in items:
-        length = len(item["input_ids"]) - (shift is shift_batch)  # no padding: eager attention makes NaN of it
+        length = len(item["input_ids"]) - (kind in ("eagle3", "peagle"))  # no padding: eager attention makes NaN of it
         collate = CollateFn(length, hidden, len(layers), dtype=torch.float32, preprocess=shift)
         batch = {name: each for name, each in collate([item]).items() if name != "error_records"}
         losses.append(model(**batch, **call)[1])
@@ -157,11 +155,13 @@ def specforge(kind, target, source, layers):
     from specforge.modeling.draft.dspark import DSparkDraftModel
     from transformers import AutoModelForCausalLM
 
+    if not isinstance(source, str):
+        source = [_file_of_specforge(each, layers) for each in source]
     if kind == "eagle3":
-        return _eagle3_of_specforge(target, source, layers)
+        return _eagle3_of_specforge(target, source)
     is_dspark = kind == "dspark"
     collate = (data.build_dspark_collator if is_dspark else data.build_collator)()
-    batches = [collate([each]) for each in specforge_samples(kind, source, layers)]
+    batches = [collate([each]) for each in specforge_samples(kind, source)]
     config = _layer_config(target)
     config._attn_implementation = "sdpa"
     config.block_size, config.num_target_layers = BLOCK, 8
@@ -184,32 +184,14 @@ def specforge(kind, target, source, layers):
     return _learnt(torch.stack([model(**batch)[0] for batch in wide]).mean(), model)
 
 
-def specforge_samples(kind, source, layers=()):
-    """Return the samples of a folder, or of a running target, as SpecForge's reader and normalizer give them."""
-    from specforge.algorithms.common import dflash_family_data as family
-    from specforge.algorithms.eagle3 import data as eagle3
-    from specforge.runtime.data_plane.feature_store import LocalFeatureStore
-
-    normalize, build = {
-        "eagle3": (eagle3.normalize_offline_sample, eagle3.build_offline_reader),
-        "dflash": (family.normalize_offline_sample, family.build_offline_reader),
-        "dspark": (family.normalize_dspark_offline_sample, family.build_dspark_offline_reader),
-    }[kind]
-    if not isinstance(source, str):
-        return [normalize(_file_of_specforge(each, layers), MAX_LEN) for each in source]
-    named, store = () if kind == "eagle3" else (kind,), LocalFeatureStore()
-    reader = build(*named, source, run_id="r", ttt_length=STEPS, max_len=MAX_LEN)
-    return [normalize(store.get(each)[0], MAX_LEN) for each in reader]
-
-
 def _file_of_specforge(sample, layers):
     """Return what its files of any kind hold."""
-    aux, last = sample["blocks"][:, list(layers)].flatten(1)[None], sample["post"][None]
+    aux, last = sample["blocks"][:, layers].flatten(1)[None], sample["post"][None]
     states = {"hidden_states": aux, "target_last_hidden_states": last, "aux_hidden_state": aux, "hidden_state": last}
     return {"input_ids": sample["input_ids"], "loss_mask": sample["loss_mask"], **states}
 
 
-def _eagle3_of_specforge(target, source, layers):
+def _eagle3_of_specforge(target, source):
     """Return loss and gradient of its EAGLE-3 draft, which has one layer."""
     from types import SimpleNamespace
 
@@ -236,7 +218,7 @@ def _eagle3_of_specforge(target, source, layers):
     draft = LlamaForCausalLMEagle3(config, attention_backend="sdpa")
     draft.t2d.fill_(True)
     model, losses = made.OnlineEagle3Model(draft, length=STEPS, attention_backend="sdpa"), []
-    for sample in specforge_samples("eagle3", source, layers):
+    for sample in specforge_samples("eagle3", source):
         ids, last, mask = TargetHead.preprocess(None, sample["input_ids"], sample["target"], sample["loss_mask"])
         given = {"input_ids": ids, "loss_mask": mask, "attention_mask": sample["attention_mask"]}
         given |= {"target": own.lm_head(last.float()), "hidden_states": sample["hidden_state"].float()}

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-MAX_LEN = 64
+MAX_LEN, STEPS = 64, 3
 
 
 class Tool:
@@ -36,13 +36,21 @@ class Tool:
         self._process.communicate()
 
 
-def speculators_rows(folder):
-    """Return every row as speculators' dataset reads it and its EAGLE-3 trainer shifts it."""
+def speculators_shift(kind):
+    """Return the shift of samples for a kind of draft, as speculators/train/cli.py has it, or None."""
     from speculators.models.eagle3.data import shift_batch
+    from speculators.models.mtp.data import shift_batch_mtp
+
+    return {"eagle3": shift_batch, "peagle": shift_batch, "mtp": shift_batch_mtp}.get(kind)
+
+
+def speculators_rows(folder, kind="eagle3"):
+    """Return every row as speculators' dataset reads it and its trainer of a kind of draft shifts it."""
     from speculators.train.data import ArrowDataset
 
     dataset = ArrowDataset(MAX_LEN, folder, on_missing="raise")
-    return [shift_batch(dataset[index]) for index in range(len(dataset))]
+    shift = speculators_shift(kind) or dict
+    return [shift(dataset[index]) for index in range(len(dataset))]
 
 
 def speculators_refusals(folder):
@@ -76,17 +84,34 @@ def speculators_fp8(states):
     return values.view(torch.uint8), scales
 
 
+def specforge_samples(kind, source):
+    """Return samples for a kind of draft as SpecForge's normalizer gives them.
+
+    source: a folder, for SpecForge's reader; or what its files hold, as a list of dicts.
+    """
+    from specforge.algorithms.common import dflash_family_data as family
+    from specforge.algorithms.eagle3 import data as eagle3
+    from specforge.runtime.data_plane.feature_store import LocalFeatureStore
+
+    normalize, build = {
+        "eagle3": (eagle3.normalize_offline_sample, eagle3.build_offline_reader),
+        "dflash": (family.normalize_offline_sample, family.build_offline_reader),
+        "dspark": (family.normalize_dspark_offline_sample, family.build_dspark_offline_reader),
+    }[kind]
+    if isinstance(source, str):
+        named, store = () if kind == "eagle3" else (kind,), LocalFeatureStore()
+        reader = build(*named, source, run_id="r", ttt_length=STEPS, max_len=MAX_LEN)
+        reader.validate_files = True
+        source = [store.get(each)[0] for each in reader]
+    return [{name: each.clone() for name, each in normalize(held, MAX_LEN).items()} for held in source]
+
+
 def specforge_rows(folder):
     """Return every file as SpecForge's reader and normalizer give it and its target head shifts it."""
-    from specforge.algorithms.eagle3.data import normalize_offline_sample
     from specforge.modeling.target.target_head import TargetHead
-    from specforge.runtime.data_plane.feature_store import LocalFeatureStore
-    from specforge.runtime.data_plane.offline_reader import OfflineManifestReader
 
-    store, rows = LocalFeatureStore(), []
-    for reference in OfflineManifestReader(folder, validate_files=True):
-        tensors, _ = store.get(reference)
-        sample = normalize_offline_sample(tensors, MAX_LEN)
+    rows = []
+    for sample in specforge_samples("eagle3", folder):
         shifted = TargetHead.preprocess(None, sample["input_ids"], sample["target"], sample["loss_mask"])
         ids, target, mask = (each[0].clone() for each in shifted)
         rows.append({"input_ids": ids, "target": target, "loss_mask": mask, "aux": sample["hidden_state"][0].clone()})

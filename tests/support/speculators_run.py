@@ -8,7 +8,7 @@ import pickle
 import sys
 from types import SimpleNamespace
 
-from support.peer_exchange import serve
+from support.peer_exchange import serve, speculators_shift
 
 STEPS = 20
 
@@ -26,8 +26,6 @@ def both(cache, folder, **split):
 
 def batches(cache, folder, kind, **how):
     """Return the batches of our loader, and of speculators' own with the shift of its training command for a kind."""
-    from speculators.models.eagle3.data import shift_batch
-    from speculators.models.mtp.data import shift_batch_mtp
     from speculators.train.data import ArrowDataset
     from speculators.train.dataloader import _setup_dataloader
 
@@ -35,9 +33,8 @@ def batches(cache, folder, kind, **how):
 
     assert Eagle3Rows is DraftRows
     ours, theirs = DraftRows(cache, 64, **how), ArrowDataset(64, folder, on_missing="raise")
-    shift = {"eagle3": shift_batch, "peagle": shift_batch, "mtp": shift_batch_mtp}.get(kind)  # speculators/train/cli.py
     layers = len(ours.target_layer_ids)
-    loader = _setup_dataloader(theirs, 64, ours.hidden_size, 0, layers, preprocess=shift)
+    loader = _setup_dataloader(theirs, 64, ours.hidden_size, 0, layers, preprocess=speculators_shift(kind))
     return list(ours.loader(num_workers=0)), list(loader)
 
 

@@ -23,7 +23,7 @@ from niels_gpt.eagle3.exchange.automodel import EMBEDDING, AutomodelFiles, facts
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample
 from niels_gpt.eagle3.exchange.proof import PROOF_TOKENS, Capture, Convention, prove, reach, refuse_shifted_mask
 from niels_gpt.eagle3.exchange.tools import KINDS, SpecForgeFiles, SpeculatorsFiles
-from niels_gpt.eagle3.format.drafters import DRAFTERS, manifest_keys
+from niels_gpt.eagle3.format.drafters import DRAFTERS, enough_for, manifest_keys
 from niels_gpt.eagle3.format.layout import DTYPES, MAX_ROWS
 from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, write_manifest
 from niels_gpt.eagle3.format.meta import write_meta
@@ -252,9 +252,12 @@ class Importer:
         if layers != len(stated):
             expected = f"{len(stated)}, for the blocks {[*stated]}"
             raise CacheError(self.source, f"{layers} auxiliary layers", expected, code="E711")
-        if not layers and self._targets != "all":
-            expected = "one or more; a draft that reads none, of MTP, needs --targets all"
-            raise CacheError(self.source, "no auxiliary layer", expected, code="E711")
+        fitting, kind = enough_for(self._targets, stated), self._made_for or "eagle3"
+        if not fitting or self._made_for not in (None, *fitting):
+            found = f"{layers} auxiliary layers with --targets {self._targets}"
+            found += f", enough for {', '.join(fitting)}" if fitting else ""
+            remedy = f"Leave --targets out, for --for {kind} has its own" if layers else "Pass --for mtp"
+            raise CacheError(self.source, found, f"those that {kind} reads", remedy, code="E711")
         stored = "fp8" if self._aux_fp8 else _DTYPE_NAMES[aux_dtype]
         sizes = self._target.hidden_size, layers
         self._layout = NativeLayout(*sizes, _DTYPE_NAMES[dtype], stored, self._targets)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import niels_gpt
+from support.eagle3_looks import problems_of
 from support.errors import refused
-from support.exchange_files import BLOCKS, HIDDEN, VOCAB, export_cache, specforge_dict, write_speculators
+from support.exchange_files import BLOCKS, HIDDEN, VOCAB, export_cache, specforge_dict, write_row, write_speculators
 
 from niels_gpt.eagle3.exchange.export import KINDS, refuse_for
 from niels_gpt.eagle3.format.drafters import DRAFTERS
@@ -117,16 +118,39 @@ def assert_equal_files(found, expected):
             assert each.dtype == other[name].dtype and torch.equal(each, other[name]), name
 
 
-@pytest.mark.parametrize("kind", KINDS["speculators"])
-def test_speculators_files_of_a_whole_cache_are_those_of_its_producer(whole, importing, tmp_path, kind):
-    """Each state, none of zeros: the rows and states that were imported come back, whatever the kind of draft."""
-    done = importing("speculators", whole / "speculators", tmp_path / "c", made_for=kind, targets="all")
+def test_speculators_files_of_a_whole_cache_are_those_of_its_producer(whole, importing, tmp_path):
+    """Each state, none of zeros; the manifest says for which drafts it is made and enough."""
+    done = importing("speculators", whole / "speculators", tmp_path / "c", made_for="mtp")
     assert (done.samples, done.target_rows) == (10, done.tokens)
     manifest = NativeEagle3Dataset(tmp_path / "c").manifest
-    assert manifest.get("made_for", "eagle3") == kind and len(manifest["enough_for"]) == 5
+    assert (manifest["made_for"], manifest["targets"], len(manifest["enough_for"])) == ("mtp", "all", 5)
+    assert problems_of(tmp_path / "c") == []
     exported = export_cache(tmp_path / "c", "speculators", tmp_path / "f")
-    assert (exported.made_for, exported.without_aux, exported.without_last, exported.left_out) == (kind, 0, 0, 0)
+    assert (exported.made_for, exported.without_aux, exported.without_last, exported.left_out) == ("mtp", 0, 0, 0)
     assert_equal_files(files_of(tmp_path / "f", "hs_*"), files_of(whole / "speculators", "hs_*"))
+
+
+def test_states_that_an_export_has_not_are_not_imported_as_if_they_were_there(whole, importing, tmp_path):
+    for made, targets, part in (("loss", "reply", "last"), ("reply", "all", "auxiliary")):
+        export_cache(whole / made, "speculators", tmp_path / made)
+        with refused("E711", f"the {part} states of token", f"are zeros, and --targets {targets} stores them"):
+            importing("speculators", tmp_path / made, tmp_path / "c", targets=targets)
+    with refused("E711", "3 auxiliary layers with --targets reply", "those that mtp reads", "Leave --targets out"):
+        importing("speculators", whole / "speculators", tmp_path / "c", made_for="mtp", targets="reply")
+
+
+def test_states_without_blocks_are_imported_for_mtp_alone(given, importing, tmp_path):
+    source = write_speculators(tmp_path / "f", given)
+    for index, chat in enumerate(given):
+        write_row(source, index, chat, hidden_states=chat.pre[:, None].clone())
+    for how in ({}, {"made_for": "dflash"}):
+        with refused("E711", "0 auxiliary layers", "Pass --for mtp"):
+            importing("speculators", source, tmp_path / "c", **how)
+    done = importing("speculators", source, tmp_path / "c", made_for="mtp")
+    assert (done.convention.aux_layer_ids, done.target_rows) == ((), done.tokens)
+    assert problems_of(tmp_path / "c") == []
+    export_cache(tmp_path / "c", "speculators", tmp_path / "again")
+    assert_equal_files(files_of(tmp_path / "again", "hs_*"), files_of(source, "hs_*"))
 
 
 def test_specforge_files_for_dspark_go_both_ways_and_become_those_for_dflash(given, importing, tmp_path):
@@ -136,7 +160,7 @@ def test_specforge_files_for_dspark_go_both_ways_and_become_those_for_dflash(giv
     assert (done.convention.aux_layer_ids, done.convention.last_hidden) == (BLOCKS, "post_norm")
     assert done.target_rows == done.tokens
     manifest = NativeEagle3Dataset(tmp_path / "c").manifest
-    assert (manifest["made_for"], manifest["targets"]) == ("dspark", "all")
+    assert (manifest["made_for"], manifest["targets"]) == ("dspark", "all") and problems_of(tmp_path / "c") == []
     exported = export_cache(tmp_path / "c", "specforge", tmp_path / "again")
     assert (exported.made_for, exported.last_hidden, exported.notes) == ("dspark", "post_norm", ())
     assert_equal_files(files_of(tmp_path / "again", "*.ckpt"), expected)

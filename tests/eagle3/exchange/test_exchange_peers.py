@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.exchange_files import BLOCKS, export_cache, in_bf16, specforge_dict, write_row
+from support.exchange_files import BLOCKS, export_cache, in_bf16, specforge_dict, write_row, write_speculators
 from support.peer_caches import PEERS
 from support.peer_exchange import Tool
 
@@ -78,6 +78,43 @@ def test_specforge_reads_an_export_as_the_rows_of_its_unshifted_mask(specforge, 
         last = head.normed(sample.last_hidden_states[target_rows]).to(torch.bfloat16)
         assert torch.equal(row["target"][slots], last)
         assert torch.equal(row["aux"][slots], sample.aux_hidden_states[slots].flatten(1))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_specforge_reads_the_same_from_an_export_of_a_whole_cache_as_from_its_own_files(
+    specforge, given, importing, tmp_path, kind
+):
+    """Each state of float32, bit for bit; its files for DFlash have those for DSpark but the last hidden states."""
+    made = "eagle3" if kind == "eagle3" else "dspark"
+    keys = {"hidden_state": "target_last_hidden_states", "aux_hidden_state": "hidden_states"}
+    named = keys if made == "dspark" else {}
+    held = [{named.get(name, name): each for name, each in specforge_dict(chat).items()} for chat in given]
+    specforge.call("specforge_write", str(tmp_path / "f"), held)
+    importing("specforge", tmp_path / "f", tmp_path / "c", made_for=made, targets="all")
+    export_cache(tmp_path / "c", "specforge", tmp_path / "again", made_for=kind)
+    theirs, ours = (specforge.call("specforge_samples", kind, str(tmp_path / name)) for name in ("f", "again"))
+    assert len(ours) == len(theirs) == 10 and ("target_last_hidden_states" in ours[0]) == (kind == "dspark")
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "dspark", "mtp"])
+def test_speculators_reads_the_same_from_an_export_of_a_whole_cache_as_from_its_own_files(
+    speculators, given, importing, tmp_path, kind
+):
+    importing("speculators", write_speculators(tmp_path / "f", given), tmp_path / "c", made_for=kind, targets="all")
+    assert export_cache(tmp_path / "c", "speculators", tmp_path / "again").made_for == kind
+    assert speculators.call("speculators_refusals", str(tmp_path / "again")) == []
+    theirs, ours = (speculators.call("speculators_rows", str(tmp_path / name), kind) for name in ("f", "again"))
+    assert len(ours) == len(theirs) == 10 and ("verifier_last_hidden_states" in ours[0]) == (kind != "mtp")
+    assert_same(ours, theirs)
+
+
+def assert_same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for name, each in one.items():
+            assert each.dtype == other[name].dtype and torch.equal(each, other[name]), name
+            assert name not in ("hidden_states", "verifier_last_hidden_states") or bool(each.any(-1).all())
 
 
 def test_what_specforge_writes_is_imported(specforge, given, importing, tmp_path):
