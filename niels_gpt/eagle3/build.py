@@ -128,7 +128,8 @@ def make_target_cache(
 
     rows: each with `id`, and `input_ids` and `loss_mask` of equal length, raw and unpadded.
     load: returns the target, a causal language model of transformers, on a device; pickled for workers.
-    manifest: the keys of manifest.json without num_samples; a native one also without num_shards, head and conventions.
+    manifest: the keys of manifest.json without num_samples; a native one also without num_shards, head and conventions,
+        and with `targets` where last hidden states of other tokens than those with loss are stored.
         format_version and target_probs_topk decide the form.
     tokenizer, target, source, dropped: recorded in the plan; another value makes another plan. tokenizer needs `pad_id`
         and `sha256`, target needs `vocab_size` and `hidden_size`.

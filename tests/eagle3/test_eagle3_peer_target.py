@@ -13,7 +13,13 @@ from support.peer_automodel import TARGET, PeerError
 from support.peer_caches import H3, NO_PEERS, PEERS, K, S, V, assert_same, files_of, read_ours
 
 from niels_gpt.chat import open_tokenizer
-from niels_gpt.eagle3.target import HFEagle3TargetModel, default_eagle3_aux_layer_ids, load_target
+from niels_gpt.eagle3.target import (
+    HFEagle3TargetModel,
+    default_eagle3_aux_layer_ids,
+    dspark_features,
+    load_target,
+    parse_aux_layers,
+)
 
 pytestmark = [
     pytest.mark.skipif(PEERS is None, reason=NO_PEERS),
@@ -108,6 +114,16 @@ def test_the_default_layers_are_the_peers(new, count):
 
     theirs = partial(new.call, TARGET, "default_eagle3_aux_layer_ids")
     assert layers(default_eagle3_aux_layer_ids) == layers(theirs)
+
+
+@pytest.mark.parametrize("features", range(1, 8))
+def test_the_layers_of_dsparks_features_are_the_peers(new, features):
+    theirs = partial(new.call, "components.speculative.dspark.registry", "build_target_layer_ids")
+    for count in range(2 + features, 40):
+        expected = theirs(count, features)
+        if len(expected) == features:  # so few layers that two features round to one have no rule of ours
+            assert dspark_features(count, features) == expected
+            assert parse_aux_layers(f"dspark:{features}", count) == expected[:-1]
 
 
 LENGTH, DRAFT, BATCH = 24, 90, 4  # samples of at most 24 tokens; 90 tokens that the draft knows; 4 rows a forward

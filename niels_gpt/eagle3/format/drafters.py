@@ -48,16 +48,24 @@ def enough_for(targets: str, layers: Collection[int]) -> list[str]:
     >>> enough_for("reply", [1, 15, 28])
     ['dflash', 'dspark', 'eagle3', 'peagle']
     """
+    if targets not in TARGETS:
+        raise ValueError(f"targets is {targets!r}, expected one of {', '.join(TARGETS)}")
     has = TARGETS.index(targets)
     fitting = (name for name, each in DRAFTERS.items() if TARGETS.index(each.reads) <= has)
     return sorted(name for name in fitting if layers or DRAFTERS[name].layers == "none")
 
 
 def manifest_keys(targets: str, layers: Collection[int], made_for: str | None = None) -> dict[str, Any]:
-    """Return the keys of a native manifest that say which target rows a cache has; none for `loss`, as before."""
-    keys: dict[str, Any] = {}
+    """Return the keys of a native manifest that say which target rows a cache has; none for `loss`, as before.
+
+    made_for: a kind of draft; None: any. Raises: ValueError if no draft, or not this one, finds its states.
+    """
+    kinds, keys = enough_for(targets, layers), dict[str, Any]()
+    if not kinds or made_for not in (None, *kinds):
+        found = f"targets {targets!r} and aux_layer_ids {[*layers]} are enough for {', '.join(kinds) or 'no draft'}"
+        raise ValueError(found + (f", and made_for is {made_for!r}" if made_for else ""))
     if targets != "loss":
-        keys |= {"targets": targets, "enough_for": enough_for(targets, layers)}
+        keys |= {"targets": targets, "enough_for": kinds}
     if made_for not in (None, "eagle3"):
         keys["made_for"] = made_for
     return keys

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from niels_gpt.eagle3.format.drafters import manifest_keys
 from niels_gpt.eagle3.format.layout import DTYPES, SIDECAR, Layout, PathLike, read_file, row_bytes_of
 from niels_gpt.eagle3.format.manifest import is_good, is_native, layout_of, read_manifest
 from niels_gpt.eagle3.format.native import NativeLayout, row_counts
@@ -241,9 +242,14 @@ def make_plan(
 ) -> TargetPlan:
     """Return the plan of a cache of these samples, with its batches.
 
-    manifest: without num_samples; a native one also without num_shards, `head` and `conventions`.
-    Raises: ValueError for a sample longer than seq_length.
+    manifest: without num_samples; a native one also without num_shards, `head` and `conventions`; `enough_for` follows
+        from `targets`, "loss" if it is absent, and aux_layer_ids.
+    Raises: ValueError for a sample longer than seq_length, and for states from which no draft, or not made_for, learns.
     """
+    if is_native(manifest):
+        rows = manifest.get("targets", "loss"), manifest["aux_layer_ids"], manifest.get("made_for")
+        manifest = {key: manifest[key] for key in manifest if key not in ("targets", "enough_for", "made_for")}
+        manifest |= manifest_keys(*rows)
     length, lengths, counts = int(manifest["seq_length"]), samples.lengths.tolist(), _counts_of(manifest, samples)
     cuts = _cuts(manifest, len(samples), counts)
     shards = [lengths[begin:end] for begin, end in pairwise(cuts)]

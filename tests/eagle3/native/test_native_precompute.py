@@ -25,6 +25,20 @@ CPU = torch.device("cpu")
 DRAFT = small.manifest()["selected_token_ids"]
 
 
+def test_a_program_names_the_target_rows_alone(tmp_path):
+    run(tmp_path / "a", given=small.plan(samples_of(), **REPLY))
+    run(tmp_path / "b", given=small.plan(samples_of(), **NATIVE, targets="reply"))
+    run(tmp_path / "c", given=small.plan(samples_of(), **NATIVE, targets="loss"))
+    run(tmp_path / "d", given=small.plan(samples_of(), **NATIVE))
+    assert whole_tree(tmp_path / "a") == whole_tree(tmp_path / "b")
+    assert whole_tree(tmp_path / "c") == whole_tree(tmp_path / "d")
+    wrong = {"every": {}, "loss": {"made_for": "mtp"}, "reply": {"aux_layer_ids": []}, "all": {"made_for": "medusa"}}
+    for targets, changed in wrong.items():
+        with pytest.raises(ValueError, match=f"targets (is )?'{targets}'"):
+            run(tmp_path / "e", given=small.plan(samples_of(), **{**NATIVE, **changed}, targets=targets))
+    assert not (tmp_path / "e").exists()
+
+
 def said_of(ids, layers):
     """Return what the target says of one sample alone: blocks' outputs [L, K, H], the last one's [L, H], logits."""
     model, seen = small.load(CPU), []
