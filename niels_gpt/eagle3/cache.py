@@ -246,9 +246,9 @@ class CachedEagle3Dataset(CacheReader[dict[str, torch.Tensor]]):
     gc keeps its version.
 
     Items of a native cache are copies. Their ids and masks equal version 1 of the same input, bit for bit. `TargetHead`
-    computes target_probs where loss_mask is 1; elsewhere they are zeros, and so are the hidden states after the last
-    slot with loss. On a CPU this takes milliseconds a token: use it for tests and for tools that know only these keys.
-    For training read `niels_gpt.eagle3.native` and compute target_probs on the GPU.
+    computes target_probs where loss_mask is 1; elsewhere they are zeros, and so are hidden states that the cache does
+    not have, after the last slot with loss. On a CPU this takes milliseconds a token: use it for tests and for tools
+    that know only these keys. For training read `niels_gpt.eagle3.native` and compute target_probs on the GPU.
     """
 
     def __init__(
