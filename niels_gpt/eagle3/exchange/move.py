@@ -148,7 +148,8 @@ def import_cache(
     targets = targets or DRAFTERS[made_for or usual].targets
     if isinstance(files, AutomodelFiles):
         files.refuse_other_target(target.head.weights(), target.facts.get("num_layers"))
-        made_for = made_for or ("dspark" if files.has_last_layer and targets == "all" else None)
+        is_usual = files.has_last_layer and files.aux_layer_ids and targets == "all"
+        made_for = made_for or ("dspark" if is_usual else None)
     run = Importer(tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes, targets, made_for)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
     run.settle(order, run.read, samples, capture, stated)

@@ -193,12 +193,26 @@ def test_a_round_trip_keeps_every_id_mask_and_state(cache, bringing, tmp_path, s
     assert any("layers [-1, 7] are the embedding and the last hidden state" in note for note in done.notes)
 
 
+def test_features_without_blocks_are_a_cache_for_mtp(cache, bringing, tmp_path):
+    export_cache(cache, "automodel", tmp_path / "f", layers=[-1, LAST])
+    done = bringing(tmp_path / "f", tmp_path / "c")
+    assert (done.convention.aux_layer_ids, done.target_rows) == ((), done.tokens)
+    manifest = NativeEagle3Dataset(tmp_path / "c").manifest
+    assert manifest["enough_for"] == ["mtp"] and "made_for" not in manifest
+    with refused("E710", tmp_path / "c", "0 auxiliary layers"):
+        export_cache(tmp_path / "c", "automodel", tmp_path / "g", layers=[LAST])
+
+
 def test_fp8_and_bf16_become_the_wider_dtype(qwen3, dialogs, bringing, tmp_path):
     make_native(tmp_path / "c", qwen3, dialogs, BLOCKS, dtype="bf16", aux_dtype="fp8", made_for="dspark")
     done = export_cache(tmp_path / "c", "automodel", tmp_path / "f")
     assert any("from float8 to bf16" in note for note in done.notes)
     assert json.loads((tmp_path / "f" / "manifest.json").read_text())["dtype"] == "bf16"
     assert bringing(tmp_path / "f", tmp_path / "d").samples == 10
+    export_cache(tmp_path / "d", "automodel", tmp_path / "again")  # with the same features, and no option
+    ours, theirs = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("f", "again"))
+    assert [name for name in ours if ours[name] != theirs[name]] in ([], ["manifest.json"])
+    assert ours.keys() == theirs.keys()
 
 
 # --- the way back -----------------------------------------------------------------------------------------------------
