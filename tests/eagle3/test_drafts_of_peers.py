@@ -6,19 +6,17 @@ The drafts, losses and readers are those of speculators 0.9.0, SpecForge 0.2.0 a
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support import ROOT, drafts_run
 from support.errors import refused
-from support.exchange_files import HIDDEN, LAYERS, VOCAB, chats, export_cache, small_model
+from support.exchange_files import LAYERS, chats, export_cache, make_native, small_model
 from support.peer_caches import PEERS
 from support.peer_exchange import Tool
 
-from niels_gpt.eagle3 import make_target_cache
 from niels_gpt.eagle3.exchange import export
-from niels_gpt.eagle3.format.drafters import DRAFTERS, TARGETS, enough_for, manifest_keys
+from niels_gpt.eagle3.format.drafters import DRAFTERS, TARGETS, enough_for
 from niels_gpt.eagle3.target import dspark_features, parse_aux_layers
 
 FOLDERS = {"speculators": "speculators-0.9.0", "specforge": "specforge-0.2.0", "automodel": "0.7.0"}
@@ -86,29 +84,10 @@ def cache(tmp_path_factory, given):
         if key not in made:
             folder, layers = tmp_path_factory.mktemp("made") / "c", layers_of(kind)
             rows_of = targets or DRAFTERS[kind].targets
-            rows = [
-                SimpleNamespace(id=str(n), input_ids=c.ids.tolist(), loss_mask=c.mask.int().tolist())
-                for n, c in enumerate(given)
-            ]
-            manifest = {
-                "format_version": "native-1",
-                "target_model": "small",
-                "target_vocab_size": VOCAB,
-                "draft_vocab_size": VOCAB,
-                "selected_token_ids": list(range(VOCAB)),
-                "hidden_size": HIDDEN,
-                "aux_layer_ids": layers,
-                "aux_dtype": aux_dtype or dtype,
-                "dtype": dtype,
-                "seq_length": drafts_run.MAX_LEN,
-                "shard_bytes": 1 << 20 if targets else 20_000,  # one shard has the same batches with any rows
-                **manifest_keys(rows_of, layers, kind if kind in enough_for(rows_of, layers) else None),
-            }
-            about = {"name": "small", "vocab_size": VOCAB, "hidden_size": HIDDEN, "config_sha256": "c" * 64}
-            about |= {"num_layers": LAYERS, "model_type": "llama"}
-            of_text = {"sha256": "a" * 64, "template_sha256": None, "mask_by": "given", "pad_id": 0}
-            run = {"device": "cpu", "threads": 1, "attention": "sdpa", "compute_dtype": "fp32"}
-            make_target_cache(folder, rows, lambda _: small_model(), manifest, tokenizer=of_text, target=about, run=run)
+            how = {"targets": rows_of, "dtype": dtype, "aux_dtype": aux_dtype, "batch_size": 8}
+            how["shard_bytes"] = 1 << 20 if targets else 20_000  # one shard has the same batches with any rows
+            made_for = kind if kind in enough_for(rows_of, layers) else None
+            make_native(folder, small_model(), given, layers, made_for=made_for, **how)
             made[key] = folder
         return made[key]
 

@@ -146,7 +146,19 @@ def write_row(folder, index, chat, **changed):
     save_file({"token_ids": chat.ids, "hidden_states": states, **changed}, path)
 
 
-def make_native(folder, model, given, layers, *, targets="all", dtype="fp32", aux_dtype=None, made_for=None, **how):
+def make_native(
+    folder,
+    model,
+    given,
+    layers,
+    *,
+    targets="all",
+    dtype="fp32",
+    aux_dtype=None,
+    made_for=None,
+    shard_bytes=20_000,
+    **how,
+):
     """Make a native cache of chats as precompute does, each batch of one sample unless `batch_size` says otherwise."""
     from niels_gpt.eagle3 import make_target_cache
     from niels_gpt.eagle3.format.drafters import manifest_keys
@@ -166,7 +178,7 @@ def make_native(folder, model, given, layers, *, targets="all", dtype="fp32", au
         "aux_dtype": aux_dtype or dtype,
         "dtype": dtype,
         "seq_length": SLOTS,
-        "shard_bytes": 20_000,
+        "shard_bytes": shard_bytes,
         **manifest_keys(targets, layers, made_for),
     }
     about = {"name": "small", "vocab_size": VOCAB, "hidden_size": HIDDEN, "config_sha256": "c" * 64}
