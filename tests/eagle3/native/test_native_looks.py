@@ -18,6 +18,7 @@ from support.errors import refused
 
 from niels_gpt.commands.eagle3.tools import main
 from niels_gpt.eagle3.cache import write_manifest
+from niels_gpt.eagle3.format.drafters import rows_text
 from niels_gpt.eagle3.inspect.verify import LOGIT_SHARE
 from niels_gpt.kinds.diff import diff
 from niels_gpt.storage.checks import Verdict
@@ -96,6 +97,16 @@ def test_a_wrong_sample_is_found_if_it_is_drawn(copied):
     assert 0 < sum(bool(run_again(cache, *there, k=1, seed=seed).problems) for seed in range(12)) < 12
 
 
+def test_a_wrong_state_far_from_any_loss_is_found(copied):
+    cache, mask = copied("all"), eagle3_runs.rows()[0].loss_mask
+    plan = json.loads((cache / "sidecar" / "plan.json").read_text())
+    token = len(mask) - 1
+    assert token not in eagle3_runs.target_rows(mask, "reply")
+    native_put(cache, 0, "last_hidden_states", token, 0, 9.0)
+    (found,) = run_again(cache, plan["target"], eagle3_runs.load, plan["run"], k=10).problems
+    assert f"last_hidden_states is 9 at token {token}, " in found
+
+
 # --- stats and inspect ------------------------------------------------------------------------------------------------
 
 
@@ -132,13 +143,15 @@ def test_stats_are_those_of_the_samples(eagle3_caches, form):
     assert found["shard_bytes"] == files == pytest.approx(sum(parts.values()) * tokens) and parts["headers"] > 0
 
 
-def test_inspect_shows_what_is_stored_of_each_token(eagle3_caches):
-    cache, row = eagle3_caches["native"], eagle3_runs.rows()[1]
+@pytest.mark.parametrize(("form", "targets"), [("native", "loss"), ("reply", "reply")])
+def test_inspect_shows_what_is_stored_of_each_token(eagle3_caches, form, targets):
+    cache, row = eagle3_caches[form], eagle3_runs.rows()[1]
     heading, (columns, *found) = sample_heading(cache, 1), slot_rows(cache, 1, slots=100)
     mask, model = row.loss_mask, eagle3_runs.load(torch.device("cpu"))
     with torch.no_grad():
         output = model(torch.tensor([row.input_ids]), output_hidden_states=True)
-    needed = eagle3_runs.target_rows(mask)
+    needed = eagle3_runs.target_rows(mask, targets)
+    assert ("target rows", rows_text(eagle3_runs.manifest(**NATIVE_FORMS[form]))) in summary(cache)
     assert f"{len(mask)} tokens, {sum(mask[1:])} supervised slots" in heading
     assert f"{needed[-1]} auxiliary rows, {len(needed)} target rows" in heading
     assert columns[:7] == ("token", "id", "text", "loss", "norm 1", "norm 3", "norm 4")
