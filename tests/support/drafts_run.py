@@ -251,6 +251,13 @@ def automodel_items(target, samples, layers, dtype, multiple=1, is_cut=True):
     return made
 
 
+def automodel_drafts():
+    """Return the name of Automodel's DSpark draft for each architecture of a target."""
+    from nemo_automodel.components.speculative.dspark.registry import DSPARK_DRAFT_REGISTRY
+
+    return {name: each.draft_cls.__name__ for name, each in DSPARK_DRAFT_REGISTRY.items()}
+
+
 def automodel_read(folder):
     """Return the items of Automodel's dataset, the batches of its loader, its manifest and the target's weights."""
     from nemo_automodel.components.datasets.llm import dspark_cache as cache

@@ -238,8 +238,9 @@ def _notes(tool: str, manifest: dict[str, Any], to_post_norm: bool) -> list[str]
 # --- the folders ------------------------------------------------------------------------------------------------------
 
 
-PROVED = ("qwen3", "qwen3_moe")
-"""Model types for which Automodel trains its Qwen3DSparkModel, with which this export is compared."""
+QWEN3 = ("qwen3", "qwen3_moe")
+"""Model types for which Automodel trains its Qwen3DSparkModel, with which exports are tested; the embedding of these is
+not scaled."""
 
 
 def _automodel(folder: Path, source: Source) -> AutomodelWriter:
@@ -261,8 +262,11 @@ def _automodel(folder: Path, source: Source) -> AutomodelWriter:
     notes = list[str]()
     if left_out := sorted({*manifest["aux_layer_ids"]} - ({*layers} - {num_layers - 1})):
         notes.append(f"the outputs of the blocks {left_out} are left out: they are not among the features {layers}")
-    if model_type not in PROVED:
-        notes.append(f"Automodel trains its DSpark draft for {' and '.join(PROVED)}; the target's type is {model_type}")
+    if model_type not in QWEN3:
+        named = " and ".join(QWEN3)
+        notes.append(
+            f"Automodel has its Qwen3 draft for {named}; for the target's type, {model_type}, it may have none"
+        )
     described = _described(source, layers) | {"target_model_type": model_type, "num_hidden_layers": num_layers}
     tokenizer = record.get("tokenizer", {})
     described |= {
@@ -345,9 +349,9 @@ def _features(source: Source, num_layers: int, model_type: str) -> list[int]:
         found = f"has target rows for {manifest.get('targets', 'loss')} only"
         expected = f"all, as the feature of layer {last} is the last hidden state of every token"
         raise CacheError(source.cache, found, expected, remedy, code="E710")
-    if EMBEDDING in layers and model_type not in PROVED:
+    if EMBEDDING in layers and model_type not in QWEN3:
         found = f"a target of the type {model_type}, whose embedding may be scaled before the first block"
-        raise CacheError(source.cache, found, f"one of {', '.join(PROVED)} for the feature of -1", remedy, code="E710")
+        raise CacheError(source.cache, found, f"one of {', '.join(QWEN3)} for the feature of -1", remedy, code="E710")
     return layers
 
 

@@ -35,6 +35,7 @@ from support.peer_caches import PEERS
 from support.peer_exchange import Tool
 
 from niels_gpt.eagle3.exchange.automodel import AutomodelFiles, shard_tensors
+from niels_gpt.eagle3.exchange.export import QWEN3
 from niels_gpt.eagle3.exchange.move import Target, import_cache
 from niels_gpt.eagle3.exchange.proof import Convention, capture_of
 from niels_gpt.eagle3.format.layout import row_bytes_of, tensors_header
@@ -680,6 +681,11 @@ def test_its_dataset_gives_what_its_producer_makes_and_the_files_are_its_own(
 @with_peer
 def test_its_trainer_accepts_the_recipe_that_is_printed_and_on_a_cpu_fp32_alone(automodel, made, tmp_path):
     target, given, cache = made
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    drafts = automodel.call("automodel_drafts")
+    of_qwen3 = [name for name, draft in drafts.items() if draft == "Qwen3DSparkModel"]
+    assert of_qwen3 == [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in QWEN3]
     done = niels_gpt("eagle3", "export", cache, tmp_path / "f", "--to", "automodel")
     recipe = recipe_in(done.out)
     automodel.call("automodel_accepts", target, recipe)
