@@ -315,11 +315,8 @@ def _weights(source: Source, model_type: str) -> dict[str, Tensor]:
     if "lm_head_bias" in weights:
         more.append("a bias of lm_head")
     if more:
-        found, remedy = (
-            f"its target's head has {' and '.join(more)}",
-            "Train from the cache itself: NativeEagle3Dataset",
-        )
-        raise CacheError(cache, found, "lm_head's weights alone, as Automodel's loss applies them", remedy, code="E710")
+        found, expected = f"its target's head has {' and '.join(more)}", "lm_head's weights alone, as Automodel's loss"
+        raise CacheError(cache, found, expected, "Train from the cache itself: NativeEagle3Dataset", code="E710")
     given = {EMBED: weights.get("embeddings"), HEAD: weights.get("embeddings" if head["tied"] else "lm_head")}
     shape = manifest["target_vocab_size"], manifest["hidden_size"]
     for name, tensor in given.items():
@@ -333,11 +330,11 @@ def _features(source: Source, num_layers: int, model_type: str) -> list[int]:
     """Return the layers of the features. Raises: CacheError E710 for one that the cache lacks."""
     manifest, last = source.manifest, num_layers - 1
     blocks, is_whole = sorted({*manifest["aux_layer_ids"]} - {last}), manifest.get("targets") == "all"
-    layers = source.layers
+    has, layers = [*blocks, last] if is_whole else blocks, source.layers
     if layers is None:
-        layers = [*blocks, *([last] if manifest.get("made_for") == "dspark" and is_whole else [])]
-    fitting = [layer for layer in layers if layer in (*blocks, *([last] if is_whole else []))]
-    remedy = f"Pass layers that it has: --layers {','.join(map(str, fitting or [*blocks, last]))}"
+        layers = has if manifest.get("made_for") == "dspark" else blocks
+    fitting = [layer for layer in layers if layer in has]
+    remedy = f"Pass layers that it has: --layers {','.join(map(str, fitting or has))}"
     if sorted({*layers}) != layers or not layers or not -1 <= layers[0] <= layers[-1] <= last:
         expected = f"rising layers from -1, the embedding, to {last}, the last"
         remedy = f"Name them in this order: --layers {','.join(map(str, sorted({*fitting})))}" if fitting else remedy

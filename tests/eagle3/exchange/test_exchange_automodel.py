@@ -510,6 +510,7 @@ def test_features_that_the_cache_lacks_are_refused_with_layers_that_work(cache, 
         (cache, [1, 3, LAYERS], ["-1", "to 7"], [1, 3]),
         (cache, [-2, 1], ["-1", "to 7"], [1]),
         (cache, [2], ["[2]"], FEATURES),
+        (tmp_path / "reply", [2], ["[2]"], BLOCKS),
     ):
         with refused("E710", source, *words) as caught:
             export_cache(source, "automodel", tmp_path / "f", layers=layers)
