@@ -308,9 +308,10 @@ def token_batch(
 
 def _checked(fields: Sequence[str]) -> tuple[str, ...]:
     """Return the fields. Raises: UsageError unless they are names of FIELDS, one or more."""
-    if isinstance(fields, str) or not fields or {*fields} - {*FIELDS}:
+    names = () if isinstance(fields, str) else tuple(fields)
+    if not names or {*names} - {*FIELDS}:
         raise UsageError(f"fields is {fields!r}, expected names of {', '.join(FIELDS)}, as a list")
-    return tuple(fields)
+    return names
 
 
 def _last_of_tokens(samples: Sequence[NativeSample], width: int, memory: BatchMemory) -> torch.Tensor:

@@ -67,20 +67,18 @@ class Items(Units):
         self.folder, self.vocab_size = Path(dataset.cache_dir), None
         self._fingerprint = dataset.fingerprint()
         self._collate: Callable[[Sequence[Any]], dict[str, Tensor]] = _collate_cached
-        fields = getattr(dataset, "fields", None)
-        self._has_fields = fields is not None
+        self._fields: tuple[str, ...] | None = getattr(dataset, "fields", None)
         if not len(dataset):
             raise CacheError(self.folder, "no sample", remedy="Run precompute over more chats", code="E107")
         if isinstance(dataset, NativeEagle3Dataset):
             self.T = 0 if pad_to is None else checked_int("pad_to", pad_to, 1)  # 0: each batch has a width of its own
             if 0 < self.T < (longest := int(dataset.counts[:, 0].max())):
                 raise ValueError(f"pad_to={pad_to}: expected {longest} or more, the tokens of the longest sample")
-            self._rows = "native" if fields is None else ", ".join(fields)
             self.dataset, self._collate = dataset.as_stored(), dataset.collate_fn(pad_to)
         else:
             if pad_to is not None:
                 raise ValueError(f"pad_to={pad_to}: expected None, a CachedEagle3Dataset pads its samples itself")
-            self.T, self._rows = int(dataset.manifest.get("seq_length") or 0), "samples of six keys"
+            self.T = int(dataset.manifest.get("seq_length") or 0)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -101,16 +99,17 @@ class Items(Units):
     def form(self) -> dict[str, Any]:
         manifest = self.dataset.manifest
         is_native = isinstance(self.dataset, NativeEagle3Dataset)
-        names = ["aux_layer_ids", "aux_dtype", "head", "target_vocab_size"] if is_native else []
-        hidden, layers = manifest.get("hidden_size"), manifest.get("aux_layer_ids") or []
-        ids = np.array(manifest.get("selected_token_ids") or [], dtype="<i8")
-        vocabulary = {"draft vocabulary": f"{len(ids)} ids with crc32 {zlib.crc32(ids.tobytes()):08x}"}
-        return {
-            "rows": self._rows,
-            **({} if self._has_fields else vocabulary),  # no field depends on it
-            "auxiliary values": manifest.get("aux_hidden_dim") if hidden is None else hidden * len(layers),
+        names = ["aux_dtype", "head", "target_vocab_size"] if is_native else []
+        hidden, layers = manifest.get("hidden_size"), manifest.get("aux_layer_ids")
+        form = {
+            "rows": ", ".join(self._fields or ["native" if is_native else "samples of six keys"]),
+            "auxiliary values": manifest.get("aux_hidden_dim") if hidden is None else hidden * len(layers or []),
             **{name: manifest.get(name) for name in ["dtype", *names]},
         }
+        if self._fields is None:  # no field depends on it
+            ids = np.array(manifest.get("selected_token_ids") or [], dtype="<i8")
+            form["draft vocabulary"] = f"{len(ids)} ids with crc32 {zlib.crc32(ids.tobytes()):08x}"
+        return form if layers is None else form | {"aux_layer_ids": layers}  # another tool's version 1 may lack them
 
     def locate(self, units: Numbers, epochs: Numbers, key: NDArray[np.uint64]) -> _LocatedItems:
         return _LocatedItems(self, units)

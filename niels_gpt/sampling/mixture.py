@@ -279,8 +279,8 @@ class MixtureStream(Stream[Any]):
                 raise ValueError(f"streams[{number}] has epochs={stream.epochs}: pass it in when_exhausted")
             mine, first = (self._form(each) for each in (stream, self.streams[0]))
             for name, value in first.items():
-                if mine.get(name) != value:
-                    found, expected = f"{name}={shortened(mine.get(name))}", f"{shortened(value)} as in streams[0]"
+                if mine.get(name, value) != value:  # what a source does not say may fit
+                    found, expected = f"{name}={shortened(mine[name])}", f"{shortened(value)} as in streams[0]"
                     raise ValueError(f"streams[{number}] has {found}, expected {expected}")
         for source in self._sources_of():
             self._check_tokenizer(source.units)

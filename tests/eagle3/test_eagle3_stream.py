@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from contextlib import nullcontext
 from itertools import islice
 
 import pytest
@@ -14,7 +15,7 @@ from support.small_eagle3 import write_cache
 from torch.utils.data import DataLoader
 
 from niels_gpt.eagle3 import Eagle3Batch, Eagle3Stream
-from niels_gpt.eagle3.cache import CachedEagle3Dataset, build_cached_eagle3_dataloader
+from niels_gpt.eagle3.cache import CachedEagle3Dataset, build_cached_eagle3_dataloader, write_manifest
 from niels_gpt.eagle3.native import FIELDS, NativeEagle3Dataset, build_native_dataloader
 from niels_gpt.sampling import EpochStream, MixtureStream, prefetch
 
@@ -273,6 +274,15 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
     for found, one in {"rows=": fields, "aux_layer_ids=": layers}.items():
         with refused("E102", f"streams[1] has {found}"):
             MixtureStream([stream(each, epochs=None) for each in (native, one)], [1, 1], seed=0)
+    six_keys = [CachedEagle3Dataset(each.cache_dir, target_probs=False) for each in (native, layers)]
+    with refused("E102", "streams[1] has aux_layer_ids=[1, 2], expected [3, 1]"):
+        MixtureStream([stream(each, epochs=None) for each in six_keys], [1, 1], seed=0)
+    for layers in ([1, 2, 5], None):  # None: an earlier one may not say them
+        write_manifest(tmp_path / "other", other.manifest | {"aux_layer_ids": layers})
+        pair = [stream(each, epochs=None) for each in (dense, CachedEagle3Dataset(tmp_path / "other"))]
+        for streams in (pair, pair[::-1]):
+            with nullcontext() if layers is None else refused("E102", "streams[1] has aux_layer_ids="):
+                MixtureStream(streams, [1, 1], seed=0)
     windows = EpochStream(str(numbered(tmp_path, [40])), T=4, global_batch_size=6, seed=0)
     with refused("E102", "streams[1] has rows="):
         MixtureStream([windows, stream(other, epochs=None)], [1, 1], seed=0)

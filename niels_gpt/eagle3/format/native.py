@@ -103,7 +103,6 @@ def with_loss(starts: NDArray[np.int64], loss_mask: NDArray[Any], targets: str =
     Arguments: see `row_counts`.
     """
     supervised: NDArray[np.bool_] = np.asarray(loss_mask) != 0
-    supervised = supervised.copy()
     supervised[starts[:-1]] = False
     return supervised[has_target_row(starts, loss_mask, targets)]
 
