@@ -100,27 +100,29 @@ def in_bf16(chat):
     return replace(chat, **states)
 
 
-def specforge_dict(chat, **changed):
-    """What a file of SpecForge holds."""
-    made = {
-        "input_ids": chat.ids,
-        "loss_mask": chat.mask.long(),
-        "hidden_state": chat.post[None],
-        "aux_hidden_state": chat.aux.flatten(1)[None],
-    }
-    return {**made, **changed}
+SPECFORGE_KEYS = {
+    "eagle3": ("hidden_state", "aux_hidden_state"),
+    "dspark": ("target_last_hidden_states", "hidden_states"),
+}
 
 
-def write_specforge(folder, given):
+def specforge_dict(chat, kind="eagle3", **changed):
+    """What a file of SpecForge holds for a kind of draft."""
+    last, aux = SPECFORGE_KEYS[kind]
+    states = {last: chat.post[None], aux: chat.aux.flatten(1)[None]}
+    return {"input_ids": chat.ids, "loss_mask": chat.mask.long(), **states, **changed}
+
+
+def write_specforge(folder, given, kind="eagle3"):
     """Write files in the order of the chats, the last of them with gzip."""
     (folder / "rows_0-2000").mkdir(parents=True)
     for index, chat in enumerate(given):
         path = folder / "rows_0-2000" / f"data_{index:03d}.ckpt"
         if index + 1 < len(given):
-            torch.save(specforge_dict(chat), path)
+            torch.save(specforge_dict(chat, kind), path)
             continue
         content = io.BytesIO()
-        torch.save(specforge_dict(chat), content)
+        torch.save(specforge_dict(chat, kind), content)
         path.with_suffix(".ckpt.gz").write_bytes(gzip.compress(content.getvalue()))
     return folder
 

@@ -201,11 +201,14 @@ def _words_of_this_command() -> list[str]:
 
 def _arguments(tool: str, source: Path, **how: Any) -> tuple[Any, dict[str, Any]]:
     """Return the loaded target, and the arguments that import and watch share."""
+    from niels_gpt.eagle3.exchange.move import rows_of_import
+
     if tool == "automodel" and (how["layers"] or how["last_hidden"]):
         raise UsageError("--from automodel: its manifest has the layers, and its last hidden states are post_norm")
     needs_layers = how["trust"] and tool != "automodel"
     if needs_layers != (how["layers"] is not None) or (how["last_hidden"] and not how["trust"]):
         raise UsageError("--trust needs --layers, and --layers and --last-hidden need --trust")
+    how["targets"] = rows_of_import(tool, how["made_for"], how["targets"])
     target, running = _opened(tool, source, **how)
     names = ("loss_mask", "made_for", "targets", "draft_vocab_size", "drop_bad", "follow_links")
     shared = {name: how[name] for name in names} | ({"shard_bytes": how["shard_bytes"]} if how["shard_bytes"] else {})
@@ -319,17 +322,18 @@ niels-gpt eagle3 export CACHE OUT --to automodel""",
 @option(
     "--shard-size",
     type=click.IntRange(1, 10_000_000),
-    default=256,
     metavar="N",
-    help="with automodel: samples in a shard",
+    help="with automodel: samples in a shard; 256 if not given",
 )
 def export(cache: Path, out: Path, follow_links: bool, tool: str, layers: str | None, **how: Any) -> Result:
     """Export a cache."""
     from niels_gpt.eagle3.exchange.export import export_cache
 
+    for name, value in (("--layers", layers), ("--shard-size", how["shard_size"])):
+        if tool != "automodel" and value is not None:
+            raise UsageError(f"{name} is for --to automodel; the others take all blocks, and a file is a sample")
+    how = {name: value for name, value in how.items() if value is not None}
     if layers is not None:
-        if tool != "automodel":
-            raise UsageError("--layers is for --to automodel; the others take all blocks of the cache")
         try:
             how["layers"] = [int(each) for each in layers.split(",")]
         except ValueError:

@@ -23,7 +23,7 @@ from niels_gpt.eagle3.exchange.automodel import EMBEDDING, AutomodelFiles, facts
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample
 from niels_gpt.eagle3.exchange.proof import PROOF_TOKENS, Capture, Convention, prove, reach, refuse_shifted_mask
 from niels_gpt.eagle3.exchange.tools import KINDS, SpecForgeFiles, SpeculatorsFiles
-from niels_gpt.eagle3.format.drafters import DRAFTERS, enough_for, manifest_keys
+from niels_gpt.eagle3.format.drafters import DRAFTERS, TARGETS, enough_for, manifest_keys
 from niels_gpt.eagle3.format.layout import DTYPES, MAX_ROWS
 from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, write_manifest
 from niels_gpt.eagle3.format.meta import write_meta
@@ -54,10 +54,23 @@ READERS: dict[str, Any] = {"specforge": SpecForgeFiles, "speculators": Speculato
 """Tool -> reader of its complete folders."""
 
 
-def open_files(tool: str, source: Path, target: Target, made_for: str | None, **how: bool) -> Any:
-    """Open a folder of a tool. how: of its reader. Raises: UsageError for a kind that has no such files; CacheError."""
+def rows_of_import(tool: str, made_for: str | None, targets: str | None) -> str:
+    """Return which target rows an import gets: one of TARGETS. Arguments: see `import_cache`.
+
+    Raises: UsageError for a kind that the tool has no files for, and for rows that its loss does not find.
+    """
     if made_for not in (None, *KINDS[tool]):
         raise UsageError(f"--for {made_for}: {tool} has files for {', '.join(KINDS[tool])}")
+    kind = DRAFTERS[made_for or KINDS[tool][0]]
+    targets = targets or kind.targets
+    if made_for and TARGETS.index(targets) < TARGETS.index(kind.reads):
+        found = f"--for {made_for} with --targets {targets}: its loss reads the rows of {kind.reads}"
+        raise UsageError(f"{found}. Leave --targets out, for --for {made_for} has its own")
+    return targets
+
+
+def open_files(tool: str, source: Path, target: Target, made_for: str | None, **how: bool) -> Any:
+    """Open a folder of a tool. how: of its reader. Raises: UsageError; CacheError."""
     of_kind = {"made_for": made_for} if tool == "specforge" and made_for else {}
     return READERS[tool](source, target.hidden_size, target.vocab_size, **how, **of_kind)
 
@@ -136,16 +149,15 @@ def import_cache(
     made_for: the kind of draft: a key of DRAFTERS. SpecForge has files of its own for dspark. None: eagle3.
     targets: which target rows the cache gets: one of TARGETS; None: as `made_for` has it, and all of Automodel's cache.
     progress: counts samples.
-    Raises: UsageError for a kind that the tool has no such files for; CacheError for a folder or sample that does not
-        fit, or conventions that cannot be determined; ValueError for contradictory arguments.
+    Raises: UsageError as `rows_of_import`; CacheError for a folder or sample that does not fit, or conventions that
+        cannot be determined; ValueError for contradictory arguments.
     """
     if (capture is None) == (stated is None) or samples < 1:
         raise ValueError("either a capture and one sample or more to prove the conventions on, or stated ones")
+    targets = rows_of_import(tool, made_for, targets)
     files: ForeignFiles = open_files(tool, source, target, made_for, follow_links=follow_links)
     total = files.count
     assert total is not None  # of a folder that does not grow
-    usual = "dspark" if tool == "automodel" else "eagle3"
-    targets = targets or DRAFTERS[made_for or usual].targets
     if isinstance(files, AutomodelFiles):
         files.refuse_other_target(target.head.weights(), target.facts.get("num_layers"))
         is_usual = files.has_last_layer and files.aux_layer_ids and targets == "all"
@@ -253,12 +265,11 @@ class Importer:
         if layers != len(stated):
             expected = f"{len(stated)}, for the blocks {[*stated]}"
             raise CacheError(self.source, f"{layers} auxiliary layers", expected, code="E711")
-        fitting, kind = enough_for(self._targets, stated), self._made_for or "eagle3"
-        if not fitting or self._made_for not in (None, *fitting):
-            found = f"{layers} auxiliary layers with --targets {self._targets}"
-            found += f", enough for {', '.join(fitting)}" if fitting else ""
-            remedy = f"Leave --targets out, for --for {kind} has its own" if layers else "Pass --for mtp"
-            raise CacheError(self.source, found, f"those that {kind} reads", remedy, code="E711")
+        fitting = enough_for(self._targets, stated)
+        if not fitting or self._made_for not in (None, *fitting):  # by the rule of `rows_of_import` it has no layers
+            expected = f"those that {self._made_for or KINDS[self._tool][0]} reads"
+            remedy = "Pass --for mtp" if "mtp" in KINDS[self._tool] else "Leave --for and --targets out"
+            raise CacheError(self.source, "no auxiliary layers", expected, remedy, code="E711")
         stored = "fp8" if self._aux_fp8 else _DTYPE_NAMES[aux_dtype]
         sizes = self._target.hidden_size, layers
         self._layout = NativeLayout(*sizes, _DTYPE_NAMES[dtype], stored, self._targets)

@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, GrowingFiles
-from niels_gpt.eagle3.exchange.move import Imported, Importer, Target, open_files
+from niels_gpt.eagle3.exchange.move import Imported, Importer, Target, open_files, rows_of_import
 from niels_gpt.eagle3.exchange.proof import Capture, Convention
-from niels_gpt.eagle3.format.drafters import DRAFTERS
 from niels_gpt.eagle3.format.layout import (
     DTYPES,
     LOCK_NAME,
@@ -133,14 +132,13 @@ def watch_cache(
     """
     if (capture is None) == (stated is None) or samples < 1:
         raise ValueError("either a capture and one sample or more to prove the conventions on, or stated ones")
-    out = out.absolute()
+    targets, out = rows_of_import(tool, made_for, targets), out.absolute()
     _refuse_other_content(out, source)
     files: GrowingFiles = open_files(tool, source, target, made_for, follow_links=follow_links, grows=True)
     if (consume and follow_links) or (until.samples_total is not None and files.count is not None):
         raise ValueError("consume removes no links, and speculators' rows give the number of samples")
     settings = {"from": tool, "samples": samples, "loss_mask": loss_mask}  # and all else that decides the shards
     settings |= {"aux_dtype": "fp8" if aux_fp8 else "stored", "shard_bytes": shard_bytes}
-    targets = targets or DRAFTERS[made_for or "eagle3"].targets
     of_kind = {"targets": (targets, "loss"), "made_for": (made_for or "eagle3", "eagle3")}  # as before where usual
     settings |= _facts_of(target, stated) | files.facts()
     settings |= {name: value for name, (value, usual) in of_kind.items() if value != usual}
@@ -183,11 +181,14 @@ def _refuse_other_content(out: Path, source: Path) -> None:
 
 
 def _journal_of(out: Path, command: list[str], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the journal of a folder, written if there was none. Raises: CacheError E703 for other settings."""
+    """Return the journal of a folder, written if there was none, or one that fixed nothing yet.
+
+    Raises: CacheError E703 for other settings.
+    """
     for path in leftovers(out):
         fileio.remove(path)
     journal = read_journal(out)
-    if journal is None:
+    if journal is None or not (journal["proved"] or journal["taken"] or journal["shards"]):
         journal = new_journal(command, settings)
         write_journal(out, journal)
         return journal

@@ -609,7 +609,9 @@ def test_the_commands_print_the_recipe_the_notes_and_what_was_not_proved(cache, 
     shutil.rmtree(back)
     done = niels_gpt(*of_import, "--trust")
     assert done.status == 0 and "not proved        states, layers, last_hidden" in done.out
-    assert niels_gpt("eagle3", "export", cache, tmp_path / "g", "--to", "specforge", "--layers", "1").status == 2
+    for option in ("--layers", "--shard-size"):
+        done = niels_gpt("eagle3", "export", cache, tmp_path / "g", "--to", "specforge", option, "1")
+        assert done.status == 2 and f"{option} is for --to automodel" in done.err
     assert niels_gpt("eagle3", "export", cache, tmp_path / "g", "--to", "automodel", "--layers", "a").status == 2
 
 

@@ -8,7 +8,14 @@ import torch
 from support.commands import niels_gpt
 from support.eagle3_looks import problems_of
 from support.errors import refused
-from support.exchange_files import BLOCKS, HIDDEN, VOCAB, export_cache, specforge_dict, write_row, write_speculators
+from support.exchange_files import (
+    BLOCKS,
+    export_cache,
+    specforge_dict,
+    write_row,
+    write_specforge,
+    write_speculators,
+)
 
 from niels_gpt.eagle3.exchange.export import KINDS, refuse_for
 from niels_gpt.eagle3.format.drafters import DRAFTERS
@@ -135,7 +142,7 @@ def test_states_that_an_export_has_not_are_not_imported_as_if_they_were_there(wh
         export_cache(whole / made, "speculators", tmp_path / made)
         with refused("E711", f"the {part} states of token", f"are zeros, and --targets {targets} stores them"):
             importing("speculators", tmp_path / made, tmp_path / "c", targets=targets)
-    with refused("E711", "3 auxiliary layers with --targets reply", "those that mtp reads", "Leave --targets out"):
+    with refused("E101", "--for mtp with --targets reply", "reads the rows of all", "Leave --targets out"):
         importing("speculators", whole / "speculators", tmp_path / "c", made_for="mtp", targets="reply")
 
 
@@ -144,7 +151,7 @@ def test_states_without_blocks_are_imported_for_mtp_alone(given, importing, tmp_
     for index, chat in enumerate(given):
         write_row(source, index, chat, hidden_states=chat.pre[:, None].clone())
     for how in ({}, {"made_for": "dflash"}):
-        with refused("E711", "0 auxiliary layers", "Pass --for mtp"):
+        with refused("E711", "no auxiliary layers", "Pass --for mtp"):
             importing("speculators", source, tmp_path / "c", **how)
     done = importing("speculators", source, tmp_path / "c", made_for="mtp")
     assert (done.convention.aux_layer_ids, done.target_rows) == ((), done.tokens)
@@ -154,8 +161,8 @@ def test_states_without_blocks_are_imported_for_mtp_alone(given, importing, tmp_
 
 
 def test_specforge_files_for_dspark_go_both_ways_and_become_those_for_dflash(given, importing, tmp_path):
-    expected = [of_dspark(chat) for chat in given]
-    write_dspark(tmp_path / "f", expected)
+    expected = [specforge_dict(chat, "dspark") for chat in given]
+    write_specforge(tmp_path / "f", given, "dspark")
     done = importing("specforge", tmp_path / "f", tmp_path / "c", made_for="dspark")
     assert (done.convention.aux_layer_ids, done.convention.last_hidden) == (BLOCKS, "post_norm")
     assert done.target_rows == done.tokens
@@ -178,19 +185,6 @@ def test_specforge_files_for_dspark_go_both_ways_and_become_those_for_dflash(giv
         importing("specforge", tmp_path / "f", tmp_path / "no")
 
 
-def of_dspark(chat):
-    """What a file of SpecForge for DSpark holds."""
-    held = specforge_dict(chat)
-    last, aux = held.pop("hidden_state"), held.pop("aux_hidden_state")
-    return {**held, "hidden_states": aux, "target_last_hidden_states": last}
-
-
-def write_dspark(folder, samples):
-    folder.mkdir()
-    for index, each in enumerate(samples):
-        torch.save(each, folder / f"data_{index}.ckpt")
-
-
 def test_samples_that_specforge_would_refuse_are_left_out_and_counted(given, importing, tmp_path):
     alone = [replace(chat, mask=torch.arange(len(chat.ids)) % 2 == 1) for chat in given[:3]]
     importing("speculators", write_speculators(tmp_path / "f", [*alone, *given[3:]]), tmp_path / "c", targets="all")
@@ -207,26 +201,3 @@ def test_samples_that_specforge_would_refuse_are_left_out_and_counted(given, imp
     with refused("E710", "not one of 3 samples has two tokens with loss side by side"):
         export_cache(tmp_path / "d", "specforge", tmp_path / "e", made_for="dspark")
     assert not (tmp_path / "e").exists()
-
-
-def test_a_watch_for_dspark_gives_the_bytes_of_an_import(given, model, importing, tmp_path):
-    from niels_gpt.eagle3.exchange.move import Target
-    from niels_gpt.eagle3.exchange.proof import Convention
-    from niels_gpt.eagle3.exchange.watch import Until, watch_cache
-    from niels_gpt.eagle3.head import TargetHead
-
-    write_dspark(tmp_path / "f", [of_dspark(chat) for chat in given])
-    stated = (BLOCKS, "post_norm")
-    importing("specforge", tmp_path / "f", tmp_path / "imported", made_for="dspark", stated=stated)
-    target = Target("small", TargetHead.of_model(model), HIDDEN, VOCAB, [1, 2])
-    how = {"made_for": "dspark", "stated": Convention(*stated), "draft_vocab_size": 300, "until": Until(once=True)}
-    watch_cache("specforge", tmp_path / "f", tmp_path / "c", target, command=["f", "c"], **how)
-    made, expected = (
-        {
-            path.relative_to(folder): path.read_bytes()
-            for path in folder.rglob("*")
-            if path.is_file() and path.name != "lock"
-        }
-        for folder in (tmp_path / "c", tmp_path / "imported")
-    )
-    assert made == expected

@@ -151,6 +151,38 @@ def test_a_watch_that_stops_at_any_wait_continues_without_the_files_it_removed(
     assert done.removed_bytes == sum(path.stat().st_size for path, _ in pairs)
 
 
+def test_a_watch_for_dspark_gives_the_bytes_of_an_import_and_its_settings_stay(given, importing, watching, tmp_path):
+    source, out = write_specforge(tmp_path / "f", given, "dspark"), tmp_path / "c"
+    how = {"made_for": "dspark", "shard_bytes": 1 << 13, "stated": STATED["specforge"]}
+    importing("specforge", source, tmp_path / "imported", **how)
+    late = source / "rows_0-2000/data_007.ckpt"
+    late.rename(tmp_path / "late")
+
+    def stop(_):
+        raise Stopped
+
+    watch = partial(watching, "specforge", source, out, consume=True, samples_total=10)
+    for wrong in ({"targets": "loss"}, {"made_for": "mtp"}):
+        with refused("E101", f"--for {wrong.get('made_for', 'dspark')}"):
+            watch(**{"made_for": "dspark", **wrong})
+    with refused("E711", "aux_hidden_state is None", "--for dspark"):  # its remedy works in the same folder
+        watch(patience=0.01)
+    with pytest.raises(Stopped):
+        watch(made_for="dspark", waiting=stop)
+    assert 0 < json.loads((out / "watch.json").read_text())["taken"] <= 7
+    for other, fields in (
+        ({}, "['made_for', 'targets']"),
+        ({"targets": "all"}, "['made_for']"),
+        ({"made_for": "dspark", "targets": "reply"}, "['targets']"),
+    ):
+        with refused("E703", out, fields, "Continue it with its settings"):
+            watch(**other)
+    (tmp_path / "late").rename(late)
+    done = watch(made_for="dspark", targets="all")
+    assert files_of(out) == files_of(tmp_path / "imported") and done.removed_files == 10
+    assert not states_of("specforge", source)
+
+
 def test_a_shard_that_the_journal_does_not_count_is_made_again(folders, imported, watching, tmp_path, monkeypatch):
     from niels_gpt.eagle3.exchange import watch
 
