@@ -30,6 +30,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from niels_gpt.eagle3 import Eagle3Stream
+from niels_gpt.eagle3.format.drafters import drafters_of
 from niels_gpt.eagle3.format.layout import DTYPES
 from niels_gpt.eagle3.format.weights import read_weights
 from niels_gpt.eagle3.head import TargetHead
@@ -130,6 +131,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     chance = torch.Generator().manual_seed(0)
     fields = ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden")
     data = NativeEagle3Dataset(options.cache, fields=fields)
+    if "dflash" not in (kinds := drafters_of(data.manifest)):
+        made.error(f"{options.cache} is enough for {', '.join(kinds)} only: a DFlash draft reads blocks of the target")
     layers, head = data.manifest["aux_layer_ids"], TargetHead.of_cache(options.cache)
     draft = Draft(read_weights(options.cache), len(layers) * data.manifest["hidden_size"])
     optimizer = torch.optim.AdamW((each for each in draft.parameters() if each.requires_grad), lr=1e-3)

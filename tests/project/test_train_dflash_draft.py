@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from support.draft_example import ANSWERS, imported
+from support.eagle3_native import write_native
 
 from niels_gpt.commands.eagle3 import precompute
 from niels_gpt.eagle3.format.weights import read_weights
@@ -65,6 +66,13 @@ def test_each_slot_of_training_is_a_proposal_at_inference(example, run):
                         divergences.append((wanted.exp() * (wanted - proposes)).sum())
     assert len(divergences) > 100
     assert torch.allclose(found, torch.stack(divergences).mean(), rtol=1e-4)
+
+
+def test_a_cache_without_blocks_is_refused(example, tmp_path, capsys):
+    write_native(tmp_path, [[0, 1, 1]], targets="all", aux_layer_ids=[])
+    with pytest.raises(SystemExit):
+        example.main([str(tmp_path)])
+    assert "enough for mtp only: a DFlash draft reads blocks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("fp32", 3e-6), ("bf16", 2e-3)])
