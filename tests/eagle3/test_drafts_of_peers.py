@@ -11,11 +11,12 @@ import pytest
 import torch
 from support import ROOT, drafts_run
 from support.errors import refused
-from support.exchange_files import LAYERS, chats, export_cache, make_native, small_model
+from support.exchange_files import LAYERS, chats, make_native, small_model
 from support.peer_caches import PEERS
 from support.peer_exchange import Tool
 
 from niels_gpt.eagle3.exchange import export
+from niels_gpt.eagle3.exchange.export import export_cache
 from niels_gpt.eagle3.format.drafters import DRAFTERS, TARGETS, enough_for
 from niels_gpt.eagle3.target import dspark_features, parse_aux_layers
 

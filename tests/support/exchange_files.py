@@ -249,18 +249,3 @@ def automodel_row(model, chat, layers, pad_id=0, slots=SLOTS):
         "target_hidden_states": features,
         "target_last_hidden_states": torch.cat([chat.post, noise]),
     }
-
-
-def export_cache(cache, tool, out, **how):
-    """Write a native cache as the folder of a tool; returns what was left out of it."""
-
-    from niels_gpt.eagle3.exchange import export
-
-    return export.export_cache(cache, tool, out, **how)
-
-
-def redraft(cache, out, **how):
-    """Give a native cache another draft vocabulary. how: draft_vocab_size and special_token_ids."""
-    from niels_gpt.eagle3.derive import redraft
-
-    redraft(cache, out, **how)

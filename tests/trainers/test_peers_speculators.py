@@ -9,11 +9,12 @@ import pytest
 import torch
 from support import eagle3_native, speculators_run
 from support.documents import lines_to_copy
-from support.exchange_files import BLOCKS, HIDDEN, VOCAB, chats, export_cache, small_model
+from support.exchange_files import BLOCKS, HIDDEN, VOCAB, chats, small_model
 from support.peer_caches import PEERS
 from support.peer_exchange import Tool
 
 from niels_gpt.eagle3 import make_target_cache
+from niels_gpt.eagle3.exchange.export import export_cache
 from niels_gpt.eagle3.format.drafters import DRAFTERS, manifest_keys
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 

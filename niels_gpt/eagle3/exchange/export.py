@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,8 +157,8 @@ def refuse_for(tool: str, cache: Path, manifest: dict[str, Any], made_for: str) 
     if tool == "speculators" and manifest["conventions"]["last_hidden"] == "post_norm":
         found = "has last hidden states after the final norm, which cannot be undone"
         remedy = "precompute stores those before it, and so does an import from speculators"
-        fits = layers == NUM_LAYERS if made_for == "eagle3" else made_for in _PAIRS
-        if fits and made_for in drafters_of(manifest):
+        with suppress(CacheError):
+            refuse_for("specforge", cache, manifest, made_for)
             words = ["niels-gpt", "eagle3", "export", str(cache), "OUT", "--to", "specforge", "--for", made_for]
             remedy += f". SpecForge takes the ones after it: {shlex.join(words)}"
         raise CacheError(cache, found, "those before it, which speculators takes", remedy, code="E710")

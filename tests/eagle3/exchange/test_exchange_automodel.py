@@ -24,7 +24,6 @@ from support.exchange_files import (
     Chat,
     automodel_row,
     chats,
-    export_cache,
     in_bf16,
     make_native,
     small_model,
@@ -35,7 +34,7 @@ from support.peer_caches import PEERS
 from support.peer_exchange import Tool
 
 from niels_gpt.eagle3.exchange.automodel import AutomodelFiles, shard_tensors
-from niels_gpt.eagle3.exchange.export import QWEN3
+from niels_gpt.eagle3.exchange.export import QWEN3, export_cache
 from niels_gpt.eagle3.exchange.move import Target, import_cache
 from niels_gpt.eagle3.exchange.proof import Convention, capture_of
 from niels_gpt.eagle3.format.layout import row_bytes_of, tensors_header

@@ -16,14 +16,14 @@ from support.exchange_files import (
     BLOCKS,
     PROOF_TOKENS,
     Chat,
-    export_cache,
     in_bf16,
-    redraft,
     states_of,
     write_speculators,
 )
 
 from niels_gpt.eagle3.cache import CachedEagle3Dataset
+from niels_gpt.eagle3.derive import redraft
+from niels_gpt.eagle3.exchange.export import export_cache
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,16 +8,10 @@ import torch
 from support.commands import niels_gpt
 from support.eagle3_looks import problems_of
 from support.errors import refused
-from support.exchange_files import (
-    BLOCKS,
-    export_cache,
-    specforge_dict,
-    write_row,
-    write_specforge,
-    write_speculators,
-)
+from support.exchange_files import BLOCKS, specforge_dict, write_row, write_specforge, write_speculators
 
-from niels_gpt.eagle3.exchange.export import KINDS, refuse_for
+from niels_gpt.eagle3.exchange.export import export_cache, refuse_for
+from niels_gpt.eagle3.exchange.tools import KINDS
 from niels_gpt.eagle3.format.drafters import DRAFTERS
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 
@@ -85,6 +79,8 @@ def test_blocks_and_the_side_of_the_norm_decide_too():
     words = {kind: f"c OUT --to specforge --for {kind}" for kind in ("eagle3", "dflash", "dspark")}
     assert {kind: text for kind, text in remedies.items() if text} == words
     assert answers("specforge", manifest_of("reply", last_hidden="post_norm"))[0] == {*words}
+    said = answers("speculators", manifest_of("loss", layers=(1, 2), last_hidden="post_norm"))[1]
+    assert {kind for kind, text in said.items() if "--to specforge" in text} == {"dflash"}  # it reads no last state
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.exchange_files import BLOCKS, export_cache, in_bf16, specforge_dict, write_row, write_speculators
+from support.exchange_files import BLOCKS, in_bf16, specforge_dict, write_row, write_speculators
 from support.peer_caches import PEERS
 from support.peer_exchange import Tool
 
+from niels_gpt.eagle3.exchange.export import export_cache
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import NativeEagle3Dataset, native_batch
 
