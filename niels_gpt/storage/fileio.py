@@ -161,6 +161,8 @@ class SizedFile:
     On file systems with holes, such as ext4, xfs, btrfs and tmpfs, they take no disk space.
     """
 
+    _handle = -1
+
     def __init__(self, path: PathLike, size: int) -> None:
         """size: bytes. Raises: FileExistsError."""
         self.path = Path(path)
@@ -192,6 +194,9 @@ class SizedFile:
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)
+
+    def __del__(self) -> None:
+        self.close()  # as Python's own files, for one that an error left open
 
 
 @contextmanager

@@ -272,7 +272,7 @@ ATTACKS = {
     "distributions for the memory": Attack(long_samples(2, 50_000), ("convert",), "redraft"),
     "pipe of a template": Attack(at("../template", pipe), ("precompute", "respond"), "regular file"),
     "sparse template": Attack(sparse("../template"), ("precompute", "respond"), "bytes"),
-    "a sample for the memory": Attack(one_long_sample, OF_AM, "bytes of states|mmap"),  # of the limit here
+    "a sample for the memory": Attack(one_long_sample, OF_AM, "bytes of states|memory to map"),
     "many shards": Attack(
         changed(AM("manifest.json"), lambda value: value.update(num_samples=9_999_999, shard_size=1)), OF_AM, "3 shards"
     ),

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample, unreadable
+from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample, open_tensors, unreadable
 from niels_gpt.eagle3.format.layout import (
     DTYPES,
     MANIFEST_NAME,
@@ -45,8 +45,8 @@ from niels_gpt.eagle3.format.layout import (
     shard_path,
     tensors_header,
 )
-from niels_gpt.eagle3.format.manifest import existing_shard_indices, is_good, load_safetensors
-from niels_gpt.eagle3.format.shard_writer import bytes_of
+from niels_gpt.eagle3.format.manifest import existing_shard_indices, is_good
+from niels_gpt.eagle3.format.shard_writer import bytes_of, write_tensors
 from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import SizedFile, write_bytes
@@ -62,6 +62,7 @@ MAX_SAMPLES, MAX_SHARDS = 10_000_000, 1_000_000
 _AGAIN = "Write the folder again with the tool that made it"
 _OTHER = "Name the target that the states were made from: --target"
 _ROWS = 4096  # of weights, compared at a time
+_MAX_TEXT = 4096  # characters of a text that meta.json takes from a manifest
 _KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("num_samples", "shard_size"), ("an integer", (1, MAX_SAMPLES))),
     **dict.fromkeys(("seq_length", "hidden_size", "target_last_hidden_dim"), ("an integer", (1, 1 << 24))),
@@ -83,7 +84,8 @@ _OF_RUN: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 def facts_of_run(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a manifest, or of an import's meta.json, about the text and its loss mask: those that fit."""
-    return {key: found[key] for key, how in _OF_RUN.items() if key in found and is_good(*how, found[key])}
+    fitting = {key: found[key] for key, how in _OF_RUN.items() if key in found and is_good(*how, found[key])}
+    return {key: each for key, each in fitting.items() if len(str(each)) <= _MAX_TEXT}
 
 
 class AutomodelFiles:
@@ -133,7 +135,7 @@ class AutomodelFiles:
         path = Path(shard_path(self._folder, shard))
         try:
             self._check_header(path, shard)
-            with load_safetensors()[1](path, framework="pt") as file:
+            with open_tensors(path) as file:
                 parts = {key: file.get_slice(key) for key in (IDS, LOSS, FEATURES, LAST)}
                 ids, loss = parts[IDS][row], parts[LOSS][row]
 
@@ -150,13 +152,13 @@ class AutomodelFiles:
             raise BadSample("missing", name, f"no such file: {path.name}") from error
         except CacheError as error:
             raise unreadable(name, error, path.name) from error
-        except (OSError, MemoryError, BadSample):  # no fault of the file, or said already
+        except (OSError, BadSample):  # no fault of the file, or said already
             raise
         except Exception as error:  # safetensors raises its own error, a direct subclass of Exception
             raise BadSample("unreadable", name, f"{path.name}: safetensors refuses it ({error})") from error
-        layers = features.view(end, len(self.layers), -1)
-        blocks = [place for place, layer in enumerate(self.layers) if layer in self.aux_layer_ids]
-        sample = checked_sample(name, ids[:end], loss[:end], layers[:, blocks], last, *self._sizes)
+        layers, first = features.view(end, len(self.layers), -1), int(EMBEDDING in self.layers)
+        blocks = layers[:, first : first + len(self.aux_layer_ids)]
+        sample = checked_sample(name, ids[:end], loss[:end], blocks, last, *self._sizes)
         self._refuse_other_ends(name, sample.input_ids, layers, last)
         is_sure = begin == len(ids) or (self._has_zeros and bool(last.any(-1).all()))
         return replace(sample, padding=len(ids) - end, is_unsure=not is_sure)
@@ -192,7 +194,7 @@ class AutomodelFiles:
 
     @cached_property
     def _embeddings(self) -> Tensor:
-        with load_safetensors()[1](self._folder / WEIGHTS_NAME, framework="pt") as file:
+        with open_tensors(self._folder / WEIGHTS_NAME) as file:
             weight: Tensor = file.get_tensor(EMBED)
         return weight
 
@@ -210,8 +212,12 @@ class AutomodelFiles:
             tensors, _ = read_tensors_header(path, sparse=WITHOUT_HOLES, follow_links=self._follow_links)
         except FileNotFoundError:
             raise CacheError(path, "no such file", "the target's weights", _AGAIN, code="E711") from None
+        except CacheError as error:
+            if error.code == "E205":  # a link has a remedy of its own
+                raise
+            raise CacheError(path, error.problem, remedy=_AGAIN, code="E711") from error
         _refuse_other_tensors(path, tensors, expected)
-        with load_safetensors()[1](path, framework="pt") as file:
+        with open_tensors(path) as file:
             for name, each in own.items():
                 theirs = file.get_slice(name)
                 for begin in range(0, len(each), _ROWS):
@@ -312,8 +318,7 @@ class AutomodelWriter:
         self._begins: dict[str, int] = {}
         dtype = DTYPES[manifest["dtype"]]
         self._embeddings = weights[EMBED].to(dtype) if EMBEDDING in manifest["target_layer_ids"] else None
-        save_file, _ = load_safetensors()
-        save_file({name: each.to(dtype).contiguous().clone() for name, each in weights.items()}, folder / WEIGHTS_NAME)
+        write_tensors(folder / WEIGHTS_NAME, {name: each.to(dtype).contiguous() for name, each in weights.items()})
         self._describe(is_complete=False)
 
     def write(self, index: int, sample: ForeignSample) -> int:

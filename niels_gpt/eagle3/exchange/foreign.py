@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,7 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from niels_gpt.eagle3.format.manifest import load_safetensors
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.filemaps import MapError
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 REASONS = ("missing", "unreadable", "mismatched", "not finite")
@@ -89,6 +96,22 @@ def unreadable(name: str, error: CacheError, file: str = "") -> BadSample:
     """Return the error for a sample whose file is refused. file: its name, if useful. A link keeps its own remedy."""
     remedy = error.own_remedy if error.code == "E205" else ""
     return BadSample("unreadable", name, f"{file}: {error.problem}" if file else error.problem, remedy)
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Yield a file of safetensors, whose header was checked, for the block that reads it.
+
+    Raises: MapError E507 if the machine has no memory for it, which is no fault of the file.
+    """
+    try:
+        with load_safetensors()[1](path, framework="pt") as file:
+            yield file
+    except (MemoryError, RuntimeError) as error:  # torch's are RuntimeErrors
+        if isinstance(error, RuntimeError) and not re.search("unable to mmap|allocate memory", str(error)):
+            raise
+        found = f"too little memory to map it ({error}). The limits are `ulimit -v` and `ulimit -d`"
+        raise MapError(errno.ENOMEM, found, os.fspath(path)) from error
 
 
 def checked_sample(

@@ -163,7 +163,7 @@ def import_cache(
         is_usual = files.has_last_layer and files.aux_layer_ids and targets == "all"
         made_for = made_for or ("dspark" if is_usual else None)
     run = Importer(tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes, targets, made_for)
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
+    order = map(int, torch.randperm(total, generator=torch.Generator().manual_seed(seed)).numpy())
     run.settle(order, run.read, samples, capture, stated)
     with fresh_folder(out, sources=[source]) as work:
         for index in range(total):

@@ -33,9 +33,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample, integers, unreadable
+from niels_gpt.eagle3.exchange.foreign import (
+    BadSample,
+    ForeignSample,
+    checked_sample,
+    integers,
+    open_tensors,
+    unreadable,
+)
 from niels_gpt.eagle3.format.layout import WITHOUT_HOLES, open_file, read_file, read_tensors_header, refuse_sparse
-from niels_gpt.eagle3.format.manifest import load_safetensors
+from niels_gpt.eagle3.format.shard_writer import write_tensors
 from niels_gpt.eagle3.format.torch_files import load_tensors
 from niels_gpt.storage import fileio
 from niels_gpt.storage.arrow_messages import messages
@@ -280,15 +287,14 @@ class SpeculatorsFiles:
         try:
             # Refuses links, devices and folders, holes, and a header of more than the few tensors of a sample.
             read_tensors_header(path, sparse=WITHOUT_HOLES, follow_links=self._follow_links)
-            _, safe_open = load_safetensors()
-            with safe_open(path, framework="pt") as file:
+            with open_tensors(path) as file:
                 kept = {"token_ids", STATES, _SCALES}.intersection(file.keys())
                 tensors = {key: file.get_tensor(key) for key in sorted(kept)}
         except FileNotFoundError as error:
             raise BadSample("missing", name, f"no such file: {self._name(index)}") from error
         except CacheError as error:
             raise unreadable(name, error, self._name(index)) from error
-        except (OSError, MemoryError):  # no fault of the file
+        except OSError:  # no fault of the file
             raise
         except Exception as error:  # safetensors raises its own error, a direct subclass of Exception
             raise BadSample("unreadable", name, f"{self._name(index)}: safetensors refuses it ({error})") from error
@@ -315,10 +321,9 @@ class SpeculatorsWriter:
 
     def write(self, index: int, sample: ForeignSample) -> int:
         """Write a sample's file and append its row; return the file's bytes. Samples come in order."""
-        save_file, _ = load_safetensors()
-        path = self._folder / STATES / f"hs_{index}.safetensors"
         states = torch.cat([sample.aux, sample.last[:, None]], dim=1)
-        save_file({"token_ids": sample.input_ids, STATES: states}, path)
+        path = self._folder / STATES / f"hs_{index}.safetensors"
+        write_tensors(path, {"token_ids": sample.input_ids, STATES: states})
         mask = sample.loss_mask.to(torch.int64)
         row = {"input_ids": sample.input_ids.numpy(), "loss_mask": mask.numpy(), "seq_len": len(mask)}
         self._writer.write(row)

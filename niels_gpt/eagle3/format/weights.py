@@ -22,17 +22,15 @@ from niels_gpt.eagle3.format.layout import (
     SPARSE,
     WEIGHTS_NAME,
     PathLike,
-    in_file_order,
     open_file,
     read_header,
     refuse_sparse,
-    tensors_header,
 )
 from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, atomic_write, load_safetensors
-from niels_gpt.eagle3.format.shard_writer import bytes_of
+from niels_gpt.eagle3.format.shard_writer import write_tensors
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError, NotFound
-from niels_gpt.storage.fileio import SizedFile, canonical_json, sha256_file, write_bytes
+from niels_gpt.storage.fileio import canonical_json, sha256_file, write_bytes
 from niels_gpt.storage.meta_json import parse_object, read_regular, shortened
 from niels_gpt.storage.mounted import MOUNTED
 
@@ -166,22 +164,7 @@ def _checksums(path: Path) -> dict[str, Any]:
 
 
 def _write(path: str, weights: Mapping[str, Tensor]) -> str:
-    """Write the bytes of safetensors' save_file through `fileio`, which tests of faults intercept."""
-    tensors = in_file_order({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()})
-    header = tensors_header(tensors)
-
-    def write(temporary: str) -> None:
-        end = len(header)
-        file = SizedFile(temporary, end + sum(tensor.nbytes for tensor in weights.values()))
-        try:
-            file.write(0, header)
-            for name in tensors:
-                file.write(end, bytes_of(weights[name]))
-                end += weights[name].nbytes
-        finally:
-            file.close()
-
-    return atomic_write(path, write)
+    return atomic_write(path, lambda temporary: write_tensors(temporary, weights))
 
 
 def _smallest(tensor: Tensor) -> Tensor:

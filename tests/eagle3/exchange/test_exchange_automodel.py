@@ -3,9 +3,11 @@
 nemo_automodel 0.7.0 lies in the folder 0.7.0 of NIELS_GPT_PEERS; .ci/run makes it so. Its tests are left out elsewhere.
 """
 
+import gc
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
 from pathlib import Path
@@ -127,6 +129,7 @@ def test_an_export_is_the_form_of_automodel_and_pads_with_zeros(cache, dialogs, 
         *(f"shard-{shard:06d}.safetensors" for shard in range(3)),
         "target_weights.safetensors",
     ]
+    assert len({path.stat().st_mode for path in (tmp_path / "f").iterdir()}) == 1  # all may be read by the same users
     manifest = json.loads((tmp_path / "f" / "manifest.json").read_text())
     expected = {"format_version": 1, "complete": True, "padding_id": 0, "dtype": "fp32", "seq_length": SLOTS}
     expected |= {"target_layer_ids": [-1, *FEATURES], "target_hidden_dim": 5 * HIDDEN, "num_hidden_layers": LAYERS}
@@ -153,20 +156,18 @@ def test_complete_is_written_last_and_a_stopped_export_leaves_nothing(cache, tmp
         if number == stop_at:
             raise KeyboardInterrupt
 
-    stop_at = 7
+    stop_at, before = 7, len(os.listdir("/proc/self/fd"))
     with pytest.raises(KeyboardInterrupt):
         export_cache(cache, "automodel", tmp_path / "f", shard_size=4, progress=look)
     assert seen == [False] * 7 and not [*tmp_path.iterdir()]
+    gc.collect()  # of the error, whose frames hold the writer
+    assert len(os.listdir("/proc/self/fd")) == before
     stop_at, trace = 0, []
     with fileio.recorded(trace):
         export_cache(cache, "automodel", tmp_path / "f", shard_size=4, progress=look)
-    written = [(each[0], os.path.basename(each[1])) for each in trace if each[0] in ("write", "fsync", "rename")]
-    last = max(place for place, (verb, name) in enumerate(written) if name.startswith("shard") and verb == "write")
-    flipped = next(
-        place for place, each in enumerate(trace) if each[0] == "write" and b'"complete": true' in bytes(each[-1])
-    )
-    shards = [place for place, each in enumerate(trace) if each[0] == "write" and "shard-" in each[1]]
-    assert max(shards) < flipped and last >= 0 and trace[flipped + 1][0] == "fsync"
+    writes = [place for place, each in enumerate(trace) if each[0] == "write"]
+    (flipped,) = (place for place in writes if b'"complete": true' in bytes(trace[place][-1]))
+    assert writes[-1] == flipped and trace[flipped + 1][0] == "fsync"
     assert [each[0] for each in trace[-2:]] == ["rename", "fsync_dir"]  # and then the folder gets its name
 
 
@@ -257,6 +258,9 @@ def test_an_import_that_is_trusted_is_compared_with_the_weights_alone(folder, br
     done = bringing(folder, tmp_path / "c", trusted=BLOCKS)
     assert done.not_proved[:3] == ("states", "layers", "last_hidden")
     other = shutil.copytree(folder, tmp_path / "f")
+    change(other, train_split="train", train_data_path="x" * 5000)  # too long for meta.json
+    bringing(other, tmp_path / "g", trusted=BLOCKS)
+    assert json.loads((tmp_path / "g/meta.json").read_text())["source"] == {"kind": "automodel", "train_split": "train"}
     weights = load_file(folder / "target_weights.safetensors")
     weights["lm_head.weight"][5, 5] += 1
     save_file(weights, other / "target_weights.safetensors")
@@ -330,29 +334,19 @@ HUGE = 1 << 40
 FOLDER_ATTACKS = {
     **{
         f"{key} of {value}": (lambda f, key=key, value=value: change(f, **{key: value}), [key, str(value)[:20]])
-        for key, value in [
-            ("num_samples", HUGE),
-            ("num_samples", 0),
-            ("num_samples", "10"),
-            ("num_samples", True),
-            ("seq_length", HUGE),
-            ("seq_length", -1),
-            ("shard_size", HUGE),
-            ("shard_size", 0),
-            ("shard_size", 4.0),
-            ("hidden_size", HUGE),
-            ("target_vocab_size", 401),
-            ("num_hidden_layers", HUGE),
-            ("target_hidden_dim", HUGE),
-            ("dtype", "fp8"),
-            ("dtype", 7),
-            ("target_layer_ids", [HUGE]),
-            ("target_layer_ids", ["1"]),
-            ("target_layer_ids", []),
-            ("target_layer_ids", [3, 1]),
-            ("target_layer_ids", [-2, 1]),
-            ("format_version", 2),
-        ]
+        for key, values in {
+            "num_samples": [HUGE, 0, "10", True],
+            "seq_length": [HUGE, -1],
+            "shard_size": [HUGE, 0, 4.0],
+            "hidden_size": [HUGE],
+            "target_vocab_size": [401],
+            "num_hidden_layers": [HUGE],
+            "target_hidden_dim": [HUGE],
+            "dtype": ["fp8", 7],
+            "target_layer_ids": [[HUGE], ["1"], [], [3, 1], [-2, 1]],
+            "format_version": [2],
+        }.items()
+        for value in values
     },
     **{
         f"no {key}": (lambda f, key=key: change(f, **{key: None}), [key])
@@ -371,6 +365,10 @@ FOLDER_ATTACKS = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), ["manifest.json", "no such file"]),
     "a manifest that is no JSON": (lambda f: (f / "manifest.json").write_text("[" * 99), ["manifest.json", "JSON"]),
     "no weights": (lambda f: (f / "target_weights.safetensors").unlink(), ["target_weights", "no such file"]),
+    "cut weights": (
+        lambda f: os.truncate(f / "target_weights.safetensors", 1000),
+        ["target_weights", "1,000 bytes", "Write the folder again"],
+    ),
     "other weights": (
         lambda f: save_file({"embed_tokens.weight": torch.zeros(2, 2)}, f / "target_weights.safetensors"),
         ["target_weights", "lm_head.weight"],
@@ -408,16 +406,6 @@ SAMPLE_ATTACKS = {
             f, 1, lambda held: {name: each.half() if each.is_floating_point() else each for name, each in held.items()}
         ),
         ["sample 4 is unreadable", "shard-000001", "float16", "bfloat16"],
-        4,
-    ),
-    "ids of 32 bits": (
-        lambda f: shard(f, 1, lambda held: held | {"input_ids": held["input_ids"].int()}),
-        ["sample 4 is unreadable", "int32"],
-        4,
-    ),
-    "a tensor less": (
-        lambda f: shard(f, 1, lambda held: {name: held[name] for name in NAMES[:3]}),
-        ["sample 4 is unreadable", "target_last_hidden_states"],
         4,
     ),
     "a row less": (
@@ -489,6 +477,14 @@ def test_a_shard_of_holes_and_a_sample_of_many_bytes_are_refused_unread(qwen3, d
             file.truncate(size)
         with refused("E711", *words):
             bringing(other, tmp_path / "c", trusted=range(LAST))
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 30), hard))
+    try:  # too little memory is no fault of the sample, which is not left out
+        with refused("E507", "shard-000000.safetensors", "ulimit"):
+            bringing(other, tmp_path / "c", trusted=range(LAST), drop_bad=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 # --- what an export cannot hold ---------------------------------------------------------------------------------------
