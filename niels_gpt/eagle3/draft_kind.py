@@ -94,7 +94,7 @@ class DraftVocabKind(Kind):
     )
 
     card = Card(
-        "The tokens of a target model that an EAGLE-3 draft knows",
+        "The tokens of a target model that a draft knows",
         _reader,
         figures=_of_draft_vocab,
         check=CHECK_RECORDS,

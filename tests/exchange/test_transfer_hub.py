@@ -46,7 +46,7 @@ def test_the_command_sends_a_cache_of_eagle3_with_its_card(kind, loopback_hub, t
     cache = fresh(kind, tmp_path / "caches")
     assert niels_gpt("push", cache, URL).status == 0
     repository = loopback_hub.repositories["somebody/wiki-cache"]
-    assert b"EAGLE-3 draft" in repository.commits[repository.refs["main"]]["README.md"]
+    assert b"target model" in repository.commits[repository.refs["main"]]["README.md"]
     assert niels_gpt("pull", URL, tmp_path / "there").status == 0
     assert (tmp_path / "there" / META_NAME).read_bytes() == (cache / META_NAME).read_bytes()
 

@@ -115,7 +115,7 @@ def test_a_shard_with_holes_is_sent_but_not_one_of_holes_alone(tmp_path, url):
 def test_the_card_says_what_it_is_its_figures_and_how_to_read_and_check_it(kind, tmp_path):
     cache = fresh(kind, tmp_path / "caches")
     meta, text = json.loads((cache / META_NAME).read_bytes()), card_of(cache)
-    assert "EAGLE-3 draft" in text and meta["content_sha256"] in text and "pull hf://" in text
+    assert "target model" in text and meta["content_sha256"] in text and "pull hf://" in text
     for number in meta["totals"].values():
         assert f"{number:,}" in text
     code = text.rpartition("```python\n")[2].partition("```")[0].replace("FOLDER", str(cache))
@@ -135,9 +135,10 @@ def test_words_of_strangers_in_the_meta_json_of_a_cache_of_targets_stay_text(tmp
     change_meta(cache, manifest=manifest, dropped={"<i>": 1}, totals={**meta["totals"], "</p>": 1})
     text = card_of(cache)
     assert "<b>" not in text and "<i>" not in text and "</p>" not in text and "\n# head" not in text
-    change_meta(cache, manifest=[])
-    with refused("E202", META_NAME):
-        card_of(cache)
+    for damaged in ([], {**meta["manifest"], "targets": "<b>"}):
+        change_meta(cache, manifest=damaged)
+        with refused("E202", META_NAME):
+            card_of(cache)
     assert niels_gpt("card", cache).status == 3
 
 
