@@ -203,7 +203,8 @@ class TargetRun:
             died; the errors of `load`. Finished shards stay; a run with `resume` builds the others.
         """
         done = finished_shards(self.folder, self.plan, resume=self.resume, part=self.part)
-        refuse_without_room(self.folder, estimate(self.folder, self.plan, self.samples, done=done, part=self.part))
+        sizes = estimate(self.folder, self.plan, self.samples, done=done, part=self.part)
+        refuse_without_room(self.folder, sizes, self.plan.manifest)
         left = [shard for shard in self._wanted if shard not in done]
         if self.part is not None and not left and self._has_all_but_shards():
             return Produced(finished_meta(self.folder, self.plan) or {}, 0)

@@ -228,10 +228,10 @@ class DenseConversion:
         native, layers = self._view.manifest, len(self._view.manifest["aux_layer_ids"])
         if layers != NUM_AUX_LAYERS:
             found = f"{layers} auxiliary layers; versions 1 and 2 have {NUM_AUX_LAYERS}"
-            remedy = (
-                "Run precompute with --format 1 or 2, without --for, --targets and --aux-layers: these forms have the "
-                "layers of EAGLE-3"
-            )
+            words = ["niels-gpt", "eagle3", "precompute", "--format", str(format_version)]
+            words += ["--target-model", "MODEL", "--input-data", "SOURCE", "--output-dir", "OUT"]
+            words += ["--seq-length", str(native["seq_length"]), "--draft-vocab-from", str(cache_dir)]
+            remedy = f"Run the target for the layers of EAGLE-3: {shlex.join(words)}"
             raise CacheError(manifest_path(cache_dir), found, remedy=remedy, code="E710")
         kept = ("target_model", "target_vocab_size", "draft_vocab_size", "seq_length", "dtype", "aux_layer_ids")
         sizes = {"shard_size": shard_size, "aux_hidden_dim": NUM_AUX_LAYERS * native["hidden_size"]}

@@ -9,9 +9,10 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ from niels_gpt.eagle3.format.layout import (
     refuse_links,
     row_bytes_of,
 )
-from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, manifest_bytes
+from niels_gpt.eagle3.format.manifest import is_native, manifest_bytes
 from niels_gpt.eagle3.format.plan import TargetPlan, shards_of_part
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.resume import finished_meta, leftovers
@@ -152,16 +153,21 @@ def refuse_unusable(folder: Path) -> None:
     has_holes(next(path for path in above if path.is_dir()))  # makes a file that has no name
 
 
-def refuse_without_room(cache_dir: PathLike, sizes: Estimate) -> None:
-    """Raise CacheError E501 if a run does not fit."""
-    if not sizes.fits:
-        less = "--aux-dtype fp8" if sizes.format_version == NATIVE_VERSION else "--format native, --draft-vocab-size"
-        raise CacheError(
-            cache_dir,
-            f"this run writes {sizes.to_write_bytes:,} bytes, but only {sizes.free_bytes:,} are free there",
-            remedy=f"Make room, name another --output-dir, or ask for less: --limit, --seq-length, {less}",
-            code="E501",
-        )
+def refuse_without_room(cache_dir: PathLike, sizes: Estimate, manifest: Mapping[str, Any]) -> None:
+    """Raise CacheError E501 if a run does not fit. manifest: of its plan."""
+    if sizes.fits:
+        return
+    less = ["--limit", "--seq-length"]
+    if not is_native(manifest):
+        less += ["--format native", "--draft-vocab-size"]
+    elif manifest["aux_layer_ids"] and manifest["dtype"] != "fp16" and manifest["aux_dtype"] != "fp8":
+        less.append("--aux-dtype fp8")
+    raise CacheError(
+        cache_dir,
+        f"this run writes {sizes.to_write_bytes:,} bytes, but only {sizes.free_bytes:,} are free there",
+        remedy=f"Make room, name another --output-dir, or ask for less: {', '.join(less)}",
+        code="E501",
+    )
 
 
 def has_holes(folder: PathLike) -> bool:

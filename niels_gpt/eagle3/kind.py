@@ -45,7 +45,7 @@ def _of_targets(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "target", ", ".join(str(each) for each in (manifest["target_model"], target.get("revision")) if each)
     yield "outputs of the target's blocks", ", ".join(str(int(layer)) for layer in manifest["aux_layer_ids"]) or "none"
     if _is_native(meta):
-        yield "target rows", rows_text(manifest)
+        yield "targets", rows_text(manifest)  # "target rows" is their number, of the totals
     yield "draft's tokens", f"{int(manifest['draft_vocab_size']):,} of {int(manifest['target_vocab_size']):,}"
     yield from ((name.replace("_", " "), f"{int(number):,}") for name, number in sorted(meta["totals"].items()))
     if meta.get("kept_mass") is not None:

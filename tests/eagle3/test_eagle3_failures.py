@@ -280,6 +280,25 @@ def test_a_disk_that_is_full_is_told_and_the_run_goes_on_with_room(tmp_path, siz
         assert whole_tree(place / "c") == whole_tree(tmp_path / "d")
 
 
+@pytest.mark.parametrize(
+    ("form", "less"),
+    [
+        ({}, "--format native, --draft-vocab-size"),
+        (small.NATIVE, "--aux-dtype fp8"),
+        (small.NATIVE | {"dtype": "fp16", "aux_dtype": "fp16"}, None),  # fp16 has no states in fp8
+        (small.FP8, None),
+        (small.MTP, None),
+    ],
+    ids=["dense", "native", "fp16", "fp8", "no block"],
+)
+def test_a_run_without_room_names_only_what_makes_its_form_smaller(tmp_path, monkeypatch, form, less):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with refused("E501", "0 are free") as caught:
+        run(tmp_path / "c", given=small.plan(samples_of(), **form), load=never)
+    flags = ", ".join(["--limit", "--seq-length", *([less] if less else [])])
+    assert str(caught).endswith(f"or ask for less: {flags}")
+
+
 def test_a_finished_cache_is_up_to_date_on_a_full_disk(cache, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     assert run(cache, resume=True, load=never).shards == 0

@@ -92,7 +92,7 @@ def _run(options: Options, settings: Settings, command: list[str], *, dry_run: b
     if dry_run:
         warn_of_missing_start(prepared, options.output_dir)
         return Result(asdict(sizes) | {"fits": sizes.fits}, ExitCode.GOOD if sizes.fits else ExitCode.FAILED)
-    refuse_without_room(options.output_dir, sizes)
+    refuse_without_room(options.output_dir, sizes, prepared.plan.manifest)
     with progress_bar("target", items="bytes") as show:
         produced = carry_out(prepared, options.output_dir, resume=options.resume, command=command, progress=show)
     made = {"folder": str(options.output_dir), "shards": produced.shards}

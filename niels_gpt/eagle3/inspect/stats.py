@@ -284,8 +284,9 @@ def _native_sizes(cache: NativeCache, counts: NDArray[np.int64]) -> tuple[dict[s
         "bytes_per_token_by_part": by_group,
     }
     shown = ", ".join(f"{name} {size:,.1f}" for name, size in by_group.items() if size)
+    aux = f"{count_text(aux_rows)} ({per_token[0]:.1%} of the tokens){_FP8 * (dtype == 'fp8')}"
     return sizes, [
-        ("auxiliary rows", f"{count_text(aux_rows)} ({per_token[0]:.1%} of the tokens){_FP8 * (dtype == 'fp8')}"),
+        ("auxiliary rows", aux if cache.aux_layer_ids else "none: no block is stored"),
         ("target rows", f"{count_text(target_rows)} ({per_token[1]:.1%} of the tokens), {rows_text(cache.manifest)}"),
         ("bytes a token", f"{per_token[2]:,.1f}: {shown}"),
         *_disk_rows(disk, ""),

@@ -199,14 +199,26 @@ def test_a_conversion_does_not_depend_on_the_target_rows(tmp_path, version):
         assert eagle3("verify", out)[0] == 0
 
 
+@pytest.mark.parametrize("kind", ["mtp", "dspark"])
+def test_a_cache_of_other_blocks_is_not_converted_and_the_command_that_is_printed_makes_the_version(
+    native_run, model, chats, tmp_path, kind
+):
+    assert native_run("--for", kind, "--draft-vocab-size", "60")[0] == 0
+    status, _, errors = eagle3("convert", tmp_path / "c", "--format", 2, "--output-dir", tmp_path / "out")
+    assert status == 1 and "error[E710]" in errors and "auxiliary layers; versions 1 and 2 have 3" in errors
+    _, _, printed = errors.strip().partition(": niels-gpt eagle3 ")
+    asked = {"MODEL": model, "SOURCE": chats, "OUT": tmp_path / "out"}
+    done = niels_gpt("eagle3", *(str(asked.get(word, word)) for word in shlex.split(printed)))
+    assert done.status == 0 and eagle3("verify", tmp_path / "out")[0] == 0
+    found, native = read_manifest(tmp_path / "out"), read_manifest(tmp_path / "c")
+    same = ("seq_length", "dtype", "selected_token_ids")
+    assert found["format_version"] == 2 and [found[key] for key in same] == [native[key] for key in same]
+
+
 def test_conversions_that_would_lose_something_are_refused(cache, made, tmp_path):
     eagle3_native.write_native(tmp_path / "two", [[0, 1, 1]])
     status, _, errors = eagle3("convert", tmp_path / "two", "--format", 1, "--output-dir", tmp_path / "out")
     assert status == 1 and "2 auxiliary layers; versions 1 and 2 have 3" in errors
-    eagle3_runs.run(tmp_path / "none", given=eagle3_runs.plan(eagle3_runs.samples_of(), **eagle3_runs.MTP))
-    status, _, errors = eagle3("convert", tmp_path / "none", "--format", 2, "--output-dir", tmp_path / "out")
-    assert status == 1 and "error[E710]" in errors and "0 auxiliary layers; versions 1 and 2 have 3" in errors
-    assert "--format 1 or 2, without --for, --targets and --aux-layers" in errors
     status, _, errors = eagle3("convert", cache, "--format", 1)
     assert status == 2 and "pass --output-dir" in errors and not (tmp_path / "out").exists()
     for folder, form, flag in ((made, 2, "--shard-size"), (made, 2, "--output-dir"), (cache, "native", "--output-dir")):
