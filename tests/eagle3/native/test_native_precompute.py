@@ -297,6 +297,12 @@ def test_the_command_makes_a_cache_for_a_kind_of_draft(tmp_path, native_run, mod
     rows = zip(*(small.rows_of(sample.loss_mask.tolist(), targets) for sample in cache), strict=True)
     assert [meta["totals"][name] for name in ("tokens", "aux_rows", "target_rows")] == [*map(sum, rows)]
     assert estimate == f"{meta['bytes_per_token']:,.0f}"
+    said = " ".join(niels_gpt("eagle3", "stats", tmp_path / "c").out.split())
+    assert ("auxiliary rows none: no block is stored" in said) == (
+        not layers
+    ) and f"{targets}: enough for {enough}" in said
+    named = re.findall(r"^- \*\*(.+?)\*\*", niels_gpt("card", tmp_path / "c").out, re.MULTILINE)
+    assert {"targets", "target rows"} < {*named} and len({*named}) == len(named)
     for more in ((), ("--head-only",)):
         done = niels_gpt("eagle3", "verify", tmp_path / "c", "--target", model, "-k", "3", *more)
         assert done.status == 0 and "recomputed    ok" in done.out, done.out
