@@ -104,8 +104,8 @@ def export_cache(
     own = manifest.get("made_for")
     made_for = made_for or (own if own in KINDS[tool] else KINDS[tool][0])
     refuse_for(tool, cache, manifest, made_for)
-    stored = NativeShards.of_cache(cache, follow_links=follow_links)
-    _refuse_large(cache, stored)
+    stored, one_dtype = NativeShards.of_cache(cache, follow_links=follow_links), tool != "specforge"
+    _refuse_large(cache, stored, one_dtype)
     source = Source(cache, stored, made_for, layers, shard_size, follow_links)
     needs_pair = tool == "specforge" and made_for in _PAIRS
     num_bytes, written = 0, list[int]()
@@ -114,7 +114,7 @@ def export_cache(
         to_post_norm = (manifest["conventions"]["last_hidden"], writer.last_hidden) == ("pre_norm", "post_norm")
         head = TargetHead.of_cache(cache, follow_links=follow_links) if to_post_norm else None
         for index in range(stored.num_samples):
-            sample = whole_sample(stored.sample(index), manifest, head, one_dtype=tool != "specforge")
+            sample = whole_sample(stored.sample(index), manifest, head, one_dtype=one_dtype)
             _refuse_bad(cache, manifest, index, sample)
             if not needs_pair or bool((sample.loss_mask[1:] & sample.loss_mask[:-1]).any()):
                 num_bytes += writer.write(len(written), sample)
@@ -170,11 +170,12 @@ def refuse_for(tool: str, cache: Path, manifest: dict[str, Any], made_for: str) 
         raise CacheError(cache, found, f"{reads}, as the loss of {made_for} reads them", remedy, code="E710")
 
 
-def _refuse_large(cache: Path, stored: NativeShards) -> None:
+def _refuse_large(cache: Path, stored: NativeShards, one_dtype: bool) -> None:
     """Raise CacheError for a sample that is too large for an import once every token has its states."""
-    states = len(stored.manifest["aux_layer_ids"]) + 1, stored.manifest["hidden_size"]
+    layers, size = len(stored.manifest["aux_layer_ids"]), stored.manifest["hidden_size"]
+    aux, last = _dtypes(stored.manifest, one_dtype)
     longest = int(stored.counts[:, 0].max(initial=0))
-    size = longest * row_bytes_of((DTYPES[stored.manifest["dtype"]], states))
+    size = longest * (row_bytes_of((aux, (layers, size))) + row_bytes_of((last, (size,))))
     if size > MAX_INFLATED:
         found = f"a sample of {longest:,} tokens would have {size:,} bytes with a state for each"
         raise CacheError(cache, found, f"{MAX_INFLATED:,} at most", "Make the cache of shorter samples", code="E710")
@@ -191,6 +192,13 @@ def _refuse_bad(cache: Path, manifest: dict[str, Any], index: int, sample: Forei
         raise CacheError(cache, found, remedy=remedy, code="E701") from error
 
 
+def _dtypes(manifest: dict[str, Any], one_dtype: bool) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of auxiliary and last hidden states in an export; see `whole_sample`."""
+    last = DTYPES[manifest["dtype"]]
+    aux = DTYPES.get(manifest["aux_dtype"], last)
+    return (torch.promote_types(aux, last),) * 2 if one_dtype else (aux, last)
+
+
 def whole_sample(
     sample: NativeSample, manifest: dict[str, Any], head: TargetHead | None = None, *, one_dtype: bool
 ) -> ForeignSample:
@@ -199,15 +207,13 @@ def whole_sample(
     head: its norm is applied to the last hidden states; float8 becomes the manifest's dtype. one_dtype: all states get
     the wider dtype of the two.
     """
-    number, length = DTYPES[manifest["dtype"]], len(sample.loss_mask)
+    (of_aux, of_last), length = _dtypes(manifest, one_dtype), len(sample.loss_mask)
     aux, last = sample.aux_hidden_states, sample.last_hidden_states
     if sample.aux_scales is not None:
-        aux = dequantized(aux, sample.aux_scales, number)
+        aux = dequantized(aux, sample.aux_scales, DTYPES[manifest["dtype"]])
     if head is not None:
-        last = head.normed(last).to(number)
-    if one_dtype:
-        number = torch.promote_types(aux.dtype, last.dtype)
-        aux, last = aux.to(number), last.to(number)
+        last = head.normed(last).to(DTYPES[manifest["dtype"]])
+    aux, last = aux.to(of_aux), last.to(of_last)
     return ForeignSample(
         torch.from_numpy(sample.input_ids.astype("int64")),
         torch.from_numpy(sample.loss_mask.copy()),
@@ -280,8 +286,7 @@ def _automodel(folder: Path, source: Source) -> AutomodelWriter:
 
 def _described(source: Source, layers: list[int]) -> dict[str, Any]:
     """Return the keys of Automodel's manifest that the cache's manifest decides."""
-    manifest, stored = source.manifest, DTYPES[source.manifest["dtype"]]
-    dtype = torch.promote_types(stored, DTYPES.get(manifest["aux_dtype"], stored))
+    manifest, (dtype, _) = source.manifest, _dtypes(source.manifest, one_dtype=True)
     seed, size = manifest.get("shuffle_seed"), manifest["hidden_size"]
     return {
         "target_model": manifest["target_model"],

@@ -197,3 +197,19 @@ def test_samples_that_specforge_would_refuse_are_left_out_and_counted(given, imp
     with refused("E710", "not one of 3 samples has two tokens with loss side by side"):
         export_cache(tmp_path / "d", "specforge", tmp_path / "e", made_for="dspark")
     assert not (tmp_path / "e").exists()
+
+
+def test_the_size_of_a_sample_counts_each_state_in_its_dtype(given, importing, tmp_path, monkeypatch):
+    mixed = [replace(chat, post=chat.post.bfloat16()) for chat in given]
+    source = write_specforge(tmp_path / "f", mixed)
+    for targets in ("loss", "reply"):
+        importing("specforge", source, tmp_path / targets, targets=targets)
+    data = NativeEagle3Dataset(tmp_path / "loss")
+    assert (data.manifest["aux_dtype"], data.manifest["dtype"]) == ("fp32", "bf16")
+    states = int(data.counts[:, 0].max()) * data.manifest["hidden_size"]  # a block's numbers in the longest sample
+    for tool, targets, size in (("automodel", "reply", states * 4 * 4), ("specforge", "loss", states * (3 * 4 + 2))):
+        monkeypatch.setattr("niels_gpt.eagle3.exchange.export.MAX_INFLATED", size - 1)
+        with refused("E710", f"would have {size:,} bytes"):
+            export_cache(tmp_path / targets, tool, tmp_path / tool)
+    monkeypatch.setattr("niels_gpt.eagle3.exchange.export.MAX_INFLATED", size)
+    export_cache(tmp_path / targets, tool, tmp_path / tool)
