@@ -10,12 +10,12 @@ Its tokens attend to each other, and to the target's hidden states at the tokens
 whose anchor is token p proposes token p + k, and learns what the target predicts there, from its last hidden state at
 token p + k - 1. Slots whose token has no loss learn nothing.
 
-Positions and attention are those of speculators and SpecForge, the anchors SpecForge's (but one may come twice), and
+Positions and attention follow speculators and SpecForge, the anchors SpecForge's (but one may come twice), and
 the loss is the KL divergence of speculators. Simpler than theirs: no norms of queries and keys, no sliding window, no
 draft vocabulary, no weights that fall along the block (exp(-(k - 1) / 4) in speculators), and token 0 is the mask.
 
-`--live` takes the same samples in the same order, and the states from the target: the losses are those of the cache, up
-to what another padding rounds differently.
+`--live` takes the same samples in the same order, and the states from the target: the losses are equal, up to
+what another padding rounds differently.
 """
 
 from __future__ import annotations

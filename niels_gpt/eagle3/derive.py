@@ -47,7 +47,7 @@ from niels_gpt.eagle3.format.manifest import (
     write_manifest,
 )
 from niels_gpt.eagle3.format.meta import eagle3_meta, write_meta
-from niels_gpt.eagle3.format.native import target_positions
+from niels_gpt.eagle3.format.native import stored_rows
 from niels_gpt.eagle3.format.plan import CONVERTED_FROM, TargetPlan, make_plan, open_plan, read_record
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
@@ -332,7 +332,7 @@ class DenseConversion:
         view = self._view
         sample = view.dataset[index]
         batch = view.collate([sample])
-        batch["aux_hidden_states"][0, int(target_positions(sample.loss_mask).max(initial=0)) :] = 0
+        batch["aux_hidden_states"][0, stored_rows(sample.loss_mask)[0] :] = 0
         size, dtype = self.manifest["draft_vocab_size"], DTYPES[self.manifest["dtype"]]
         probs = torch.full((length, size), 1 / size, dtype=dtype)
         slots, normalizers, masses = batch["target_slots"], batch["log_normalizers"], []

@@ -36,6 +36,7 @@ from niels_gpt.cache.meta import check_expected
 from niels_gpt.cache.reader import AtURL, local_path
 from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import html_table
+from niels_gpt.eagle3.format.drafters import targets_of
 from niels_gpt.eagle3.format.layout import DTYPES, SIDECAR, PathLike
 from niels_gpt.eagle3.format.manifest import manifest_path
 from niels_gpt.eagle3.format.meta import compare_once, fingerprint
@@ -165,14 +166,14 @@ class NativeEagle3Dataset(CacheReader[Any]):
         at_url: local, max_bytes and max_ahead of a cache at a URL, see `niels_gpt.cache.reader.AtURL`.
         Raises: FileNotFoundError; CacheError (a ValueError) E208 for a cache of another form, else naming the file that
             does not fit the manifest; E710 for `last_hidden` of a cache with targets `loss`, which has it only where
-            EAGLE-3 reads it; UsageError for other names than those of FIELDS.
+            EAGLE-3 reads it; UsageError for names that FIELDS does not have.
         """
         self.fields = None if fields is None else _checked(fields)
         cache_dir = local_path(cache_dir, at_url)
         shards = NativeShards.of_cache(cache_dir, max_open_shards, follow_links=follow_links, check=check)
         self._shards: NativeShards
         self._open(shards, expect)
-        if fields is not None and "last_hidden" in fields and self.manifest.get("targets", "loss") == "loss":
+        if fields is not None and "last_hidden" in fields and targets_of(self.manifest) == "loss":
             remedy = "Produce it with --targets reply or --targets all"
             raise CacheError(self.cache_dir, *_LOSS_ONLY, remedy, code="E710")
 

@@ -179,7 +179,7 @@ class Eagle3Stream(Stream[Eagle3Batch]):
         """Serve the samples of an open cache.
 
         dataset: a CachedEagle3Dataset gives batches of CACHE_KEYS, each [B, S, ...]; a NativeEagle3Dataset gives the
-            batches of `native_batch`, with `fields` those of `token_batch`. target_probs are made by the dataset, a
+            batches of `native_batch`, with `fields` of `token_batch`. target_probs are made by the dataset, a
             sample at a time and on its `device`.
         global_batch_size, epochs, drop_last: see `EpochStream`. A rank without rows gets tensors of 0 rows.
         pad_to: slots of a batch of a NativeEagle3Dataset; None: the tokens of its longest sample.

@@ -1,6 +1,6 @@
 """A draft of each kind learns from a cache what it learns from the running target: its gradient says so.
 
-The drafts, losses and readers are those of speculators 0.9.0, SpecForge 0.2.0 and NeMo Automodel 0.7.0.
+The drafts, losses and readers come from speculators 0.9.0, SpecForge 0.2.0 and NeMo Automodel 0.7.0.
 """
 
 import re

@@ -54,7 +54,7 @@ DIGESTS = {
     "native": "ff8509e0c9f5e1d7",
     "fp8": "4cc2a988f6dd515c",
 }
-"""Of commit f83bdc2e, which had no other target rows than those of `loss`."""
+"""Of commit f83bdc2e, which had the target rows of `loss` alone."""
 PLANNED = re.compile("manifest[.]json|sidecar/(plan[.]json|batches[.]jsonl|ids[.]txt|samples[.]safetensors)")
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from niels_gpt.eagle3.exchange import proof
+from niels_gpt.eagle3.native import NativeEagle3Dataset
 
 BLOCKS, HIDDEN, LAYERS, VOCAB = (1, 3, 4), 16, 8, 400
 SLOTS = 64
@@ -249,3 +250,14 @@ def automodel_row(model, chat, layers, pad_id=0, slots=SLOTS):
         "target_hidden_states": features,
         "target_last_hidden_states": torch.cat([chat.post, noise]),
     }
+
+
+STORED = ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states", "log_normalizers", "argmax_ids")
+
+
+def assert_same_samples(left, right):
+    ours, theirs = NativeEagle3Dataset(left), NativeEagle3Dataset(right)
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        for name in STORED:
+            assert torch.equal(torch.as_tensor(getattr(one, name)), torch.as_tensor(getattr(other, name))), name

@@ -168,7 +168,7 @@ class AutomodelFiles:
         return "padding_id" in self.manifest
 
     def _end(self, begin: int, slots: int, states: Callable[[int, int], tuple[Tensor, ...]]) -> int:
-        """Return the number of tokens. begin: of the equal ids at the end. states: returns those of slots [a, b)."""
+        """Return the number of tokens. begin: of the equal ids at the end. states: of the slots [a, b)."""
         if not self._has_zeros:
             return slots if slots - begin < 2 else max(1, begin)
         run = range(begin, slots)
@@ -309,7 +309,7 @@ class AutomodelWriter:
         pad_id: int = 0,
         notes: Sequence[str] = (),
     ) -> None:
-        """manifest: without format_version, complete and padding_id. weights: EMBED and HEAD. blocks: those of the
+        """manifest: without format_version, complete and padding_id. weights: EMBED and HEAD. blocks: of the
         samples' auxiliary states, in their order. notes: for the user.
         """
         self.notes = tuple(notes)

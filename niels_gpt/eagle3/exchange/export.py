@@ -21,7 +21,7 @@ from torch import Tensor
 from niels_gpt.eagle3.exchange.automodel import EMBED, EMBEDDING, HEAD, MAX_SHARDS, AutomodelWriter, facts_of_run
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample
 from niels_gpt.eagle3.exchange.tools import KINDS, NUM_LAYERS, SpecForgeWriter, SpeculatorsWriter
-from niels_gpt.eagle3.format.drafters import DRAFTERS, drafters_of
+from niels_gpt.eagle3.format.drafters import DRAFTERS, drafters_of, targets_of
 from niels_gpt.eagle3.format.layout import DTYPES, row_bytes_of
 from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, is_native, read_manifest
 from niels_gpt.eagle3.format.meta import eagle3_meta
@@ -164,7 +164,7 @@ def refuse_for(tool: str, cache: Path, manifest: dict[str, Any], made_for: str) 
         raise CacheError(cache, found, "those before it, which speculators takes", remedy, code="E710")
     reads_last = (tool, made_for) != ("specforge", "dflash")
     if reads_last and made_for not in drafters_of(manifest):
-        found = f"has target rows for {manifest.get('targets', 'loss')} only"
+        found = f"has target rows for {targets_of(manifest)} only"
         reads = DRAFTERS[made_for].reads
         remedy = f"Produce it with --for {made_for}, or with --targets {reads}"
         raise CacheError(cache, found, f"{reads}, as the loss of {made_for} reads them", remedy, code="E710")
@@ -335,7 +335,7 @@ def _weights(source: Source, model_type: str) -> dict[str, Tensor]:
 def _features(source: Source, num_layers: int, model_type: str) -> list[int]:
     """Return the layers of the features. Raises: CacheError E710 for one that the cache lacks."""
     manifest, last = source.manifest, num_layers - 1
-    blocks, is_whole = sorted({*manifest["aux_layer_ids"]} - {last}), manifest.get("targets") == "all"
+    blocks, is_whole = sorted({*manifest["aux_layer_ids"]} - {last}), targets_of(manifest) == "all"
     has, layers = [*blocks, last] if is_whole else blocks, source.layers
     if layers is None:
         layers = has if manifest.get("made_for") == "dspark" else blocks
@@ -347,9 +347,9 @@ def _features(source: Source, num_layers: int, model_type: str) -> list[int]:
         raise CacheError(source.cache, f"asked for the layers {layers}", expected, remedy, code="E710")
     if missing := [layer for layer in layers if layer not in (EMBEDDING, *blocks, last)]:
         found = f"has the outputs of the blocks {blocks}"
-        raise CacheError(source.cache, found, f"those of {missing} too, for the features", remedy, code="E710")
+        raise CacheError(source.cache, found, f"the outputs of {missing} too, for the features", remedy, code="E710")
     if last in layers and not is_whole:
-        found = f"has target rows for {manifest.get('targets', 'loss')} only"
+        found = f"has target rows for {targets_of(manifest)} only"
         expected = f"all, as the feature of layer {last} is the last hidden state of every token"
         raise CacheError(source.cache, found, expected, remedy, code="E710")
     if EMBEDDING in layers and model_type not in QWEN3:

@@ -33,8 +33,7 @@ from niels_gpt.eagle3.format.native import (
     NativeSample,
     quantized,
     room_bits,
-    row_counts,
-    target_positions,
+    stored_rows,
 )
 from niels_gpt.eagle3.format.shard_writer import NativeShardWriter
 from niels_gpt.eagle3.format.shards import NativeShards
@@ -44,8 +43,6 @@ from niels_gpt.eagle3.totals import Counts
 from niels_gpt.storage.errors import CacheError, TargetError, UsageError
 from niels_gpt.storage.fresh_folder import fresh_folder
 from niels_gpt.work import Progress
-
-# --- import -----------------------------------------------------------------------------------------------------------
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Form = tuple[int, torch.dtype, torch.dtype]
@@ -330,8 +327,8 @@ class Importer:
 
     def _native(self, foreign: ForeignSample) -> NativeSample:
         loss = foreign.loss_mask.numpy()
-        ((_, aux_rows, _),) = row_counts(np.array([0, len(loss)]), loss, self._targets).tolist()
-        last = foreign.last[torch.from_numpy(target_positions(loss, self._targets))]
+        aux_rows, positions = stored_rows(loss, self._targets)
+        last = foreign.last[torch.from_numpy(positions)]
         normalizers, argmax = self._head.log_normalizer_and_argmax(last)
         aux = foreign.aux[:aux_rows]
         aux, scales = quantized(aux) if self._aux_fp8 else (aux.clone(), None)  # a clone, for each file's map to end
@@ -344,7 +341,7 @@ class Importer:
         sample = self._native(foreign)
         self.padding["slots"] += foreign.padding
         self.padding["unsure_left_out" if foreign.padding else "unsure_kept"] += foreign.is_unsure
-        counts = row_counts(np.array([0, len(sample.loss_mask)]), sample.loss_mask, self._targets)
+        counts = np.array([[len(sample.input_ids), len(sample.aux_hidden_states), len(sample.last_hidden_states)]])
         bits = int(self._layout.sample_bits(counts)[0])
         if self._waiting and (self._bits + bits > room_bits(self._shard_bytes) or len(self._waiting) == MAX_ROWS):
             self._flush(folder, index)  # as NativeLayout.cut
@@ -477,11 +474,9 @@ def _form_of(sample: ForeignSample) -> Form:
 
 def _refuse_zeros(name: str, sample: ForeignSample, targets: str) -> None:
     """Raise BadSample if a state that the cache stores is zeros; an export has zeros where its cache had none."""
-    loss = sample.loss_mask.numpy()
-    positions = torch.from_numpy(target_positions(loss, targets))
-    ((_, aux_rows, _),) = row_counts(np.array([0, len(loss)]), loss, targets).tolist()
+    aux_rows, positions = stored_rows(sample.loss_mask.numpy(), targets)
     aux = sample.aux[:aux_rows].any(-1).all(-1)
-    last = sample.last[positions].any(-1)
+    last = sample.last[torch.from_numpy(positions)].any(-1)
     for part, filled, tokens in (("auxiliary", aux, None), ("last", last, positions)):
         if not bool(filled.all()):
             token = int((~filled).nonzero()[0])

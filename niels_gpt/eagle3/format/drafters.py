@@ -71,11 +71,17 @@ def manifest_keys(targets: str, layers: Collection[int], made_for: str | None = 
     return keys
 
 
+def targets_of(manifest: Mapping[str, Any]) -> str:
+    """Return which target rows a native cache has: one of TARGETS."""
+    targets: str = manifest.get("targets", "loss")
+    return targets
+
+
 def drafters_of(manifest: Mapping[str, Any]) -> list[str]:
     """Return the kinds of drafts for which a native cache is enough, sorted."""
-    return enough_for(manifest.get("targets", "loss"), manifest["aux_layer_ids"])
+    return enough_for(targets_of(manifest), manifest["aux_layer_ids"])
 
 
 def rows_text(manifest: Mapping[str, Any]) -> str:
     """Return which target rows a native cache has, and for which kinds of drafts they are enough."""
-    return f"{manifest.get('targets', 'loss')}: enough for {', '.join(drafters_of(manifest))}"
+    return f"{targets_of(manifest)}: enough for {', '.join(drafters_of(manifest))}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.format.drafters import DRAFTERS, TARGETS, drafters_of
+from niels_gpt.eagle3.format.drafters import DRAFTERS, TARGETS, drafters_of, targets_of
 from niels_gpt.eagle3.format.layout import (
     AUX_DTYPES,
     DTYPES,
@@ -253,9 +253,7 @@ def _check_native(manifest: Mapping[str, Any], path: str) -> None:
             raise _refuse(path, key, manifest[key], f"one of {', '.join(texts)}, or no such key")
     for key, below in {"aux_layer_ids": 2**31, "selected_token_ids": manifest["target_vocab_size"]}.items():
         ids = manifest[key] or []
-        may_be_empty = (
-            key == "aux_layer_ids" and manifest.get("targets") == "all"
-        )  # a draft of MTP reads no other state
+        may_be_empty = key == "aux_layer_ids" and targets_of(manifest) == "all"  # a draft of MTP reads no other state
         if not (ids or may_be_empty) or max(ids, default=0) >= below or len({*ids}) != len(ids):
             raise _refuse(path, key, manifest[key], f"a list of different integers from 0 to {below - 1}")
     kinds = drafters_of(manifest) if "targets" in manifest else None

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from niels_gpt.eagle3.format.drafters import targets_of
 from niels_gpt.eagle3.format.layout import (
     AUX_DTYPES,
     DTYPES,
@@ -61,6 +62,12 @@ def target_positions(loss_mask: NDArray[Any], targets: str = "loss") -> NDArray[
     """
     length = len(loss_mask)
     return np.flatnonzero(has_target_row(np.array([0, length] if length else [0]), loss_mask, targets))
+
+
+def stored_rows(loss_mask: NDArray[Any], targets: str = "loss") -> tuple[int, NDArray[np.int64]]:
+    """Return the number of a sample's auxiliary rows, and the positions of its target rows; see `target_positions`."""
+    positions = target_positions(loss_mask, targets)
+    return len(loss_mask) if targets == "all" else int(positions.max(initial=0)), positions
 
 
 def row_counts(starts: NDArray[np.int64], loss_mask: NDArray[Any], targets: str = "loss") -> NDArray[np.int64]:
@@ -98,7 +105,7 @@ def has_target_row(starts: NDArray[np.int64], loss_mask: NDArray[Any], targets: 
 
 
 def with_loss(starts: NDArray[np.int64], loss_mask: NDArray[Any], targets: str = "loss") -> NDArray[np.bool_]:
-    """Return which target rows are those of a supervised token, one with loss from position 1 on: bool [R].
+    """Return which target rows belong to a supervised token, one with loss from position 1 on: bool [R].
 
     Arguments: see `row_counts`.
     """
@@ -140,7 +147,7 @@ class NativeSample:
 
     @property
     def with_loss(self) -> NDArray[np.bool_]:
-        """Which target rows are those of a supervised token: bool [R]; see the function `with_loss`."""
+        """Which target rows belong to a supervised token: bool [R]; see the function `with_loss`."""
         return with_loss(np.array([0, len(self.loss_mask)]), self.loss_mask, self.targets)
 
 
@@ -245,7 +252,7 @@ class NativeLayout:
         """Return the layout of a native manifest, from `read_manifest` or from a plan."""
         layers = len(manifest["aux_layer_ids"])
         sizes = manifest["hidden_size"], layers
-        return cls(*sizes, manifest["dtype"], manifest["aux_dtype"], manifest.get("targets", "loss"))
+        return cls(*sizes, manifest["dtype"], manifest["aux_dtype"], targets_of(manifest))
 
     def tensors(self, samples: int, tokens: int, aux_rows: int, target_rows: int) -> Tensors:
         """Return the tensors of a shard with these numbers of rows: whole shapes, in file order."""
@@ -426,7 +433,7 @@ class MappedShard:
 
     @property
     def with_loss(self) -> NDArray[np.bool_]:
-        """Which target rows are those of a supervised token: bool [R]; see the function `with_loss`."""
+        """Which target rows belong to a supervised token: bool [R]; see the function `with_loss`."""
         return with_loss(self.starts[:, 0], self.loss_mask(0, int(self.starts[-1, 0])), self.targets)
 
     @property

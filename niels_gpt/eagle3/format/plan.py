@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.eagle3.format.drafters import manifest_keys
+from niels_gpt.eagle3.format.drafters import manifest_keys, targets_of
 from niels_gpt.eagle3.format.layout import DTYPES, SIDECAR, Layout, PathLike, read_file, row_bytes_of
 from niels_gpt.eagle3.format.manifest import is_good, is_native, layout_of, read_manifest
 from niels_gpt.eagle3.format.native import NativeLayout, row_counts
@@ -247,7 +247,7 @@ def make_plan(
     Raises: ValueError for a sample longer than seq_length, and for states from which no draft, or not made_for, learns.
     """
     if is_native(manifest):
-        rows = manifest.get("targets", "loss"), manifest["aux_layer_ids"], manifest.get("made_for")
+        rows = targets_of(manifest), manifest["aux_layer_ids"], manifest.get("made_for")
         manifest = {key: manifest[key] for key in manifest if key not in ("targets", "enough_for", "made_for")}
         manifest |= manifest_keys(*rows)
     length, lengths, counts = int(manifest["seq_length"]), samples.lengths.tolist(), _counts_of(manifest, samples)

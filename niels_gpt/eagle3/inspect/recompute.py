@@ -25,7 +25,7 @@ from torch import Tensor
 from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.cache import reconstruct_target_probs
 from niels_gpt.eagle3.format.layout import INT_FIELDS
-from niels_gpt.eagle3.format.native import target_positions
+from niels_gpt.eagle3.format.native import stored_rows
 from niels_gpt.eagle3.format.plan import CONVERTED_FROM, Batch, TargetPlan, differing_fields, open_plan
 from niels_gpt.eagle3.forward import DenseForward, NativeForward, NonFiniteError, broken_weight, cache_fields
 from niels_gpt.eagle3.head import TargetHead, embeddings_of
@@ -186,7 +186,7 @@ def _run_again(
             continue
         tensors = {name: tensor[at] for name, tensor in made.items()}
         if CONVERTED_FROM in cache.plan["run"] and PROBS in tensors:
-            tensors = _as_converted(tensors, int(target_positions(cache.samples.row(row.number)[1]).max(initial=0)))
+            tensors = _as_converted(tensors, stored_rows(cache.samples.row(row.number)[1])[0])
         yield row, replace(row, tensors=tensors)
 
 

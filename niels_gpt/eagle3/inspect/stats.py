@@ -16,7 +16,7 @@ from torch import Tensor
 
 from niels_gpt.display.numbers import count_text, number_of, size_text
 from niels_gpt.display.pictures import new_figure, plain_axes, png, set_title
-from niels_gpt.eagle3.format.drafters import drafters_of, rows_text
+from niels_gpt.eagle3.format.drafters import drafters_of, rows_text, targets_of
 from niels_gpt.eagle3.format.layout import shard_path
 from niels_gpt.eagle3.inspect.forms import DenseCache, NativeCache, open_cache
 from niels_gpt.eagle3.inspect.opened import AUX, PROBS, VALUES, refuse_malformed
@@ -273,7 +273,7 @@ def _native_sizes(cache: NativeCache, counts: NDArray[np.int64]) -> tuple[dict[s
     sizes = {
         "aux_rows": aux_rows,
         "aux_share": per_token[0],
-        "targets": cache.manifest.get("targets", "loss"),
+        "targets": targets_of(cache.manifest),
         "enough_for": drafters_of(cache.manifest),
         "target_rows": target_rows,
         "target_share": per_token[1],

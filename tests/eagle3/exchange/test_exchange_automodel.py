@@ -24,6 +24,7 @@ from support.exchange_files import (
     SLOTS,
     VOCAB,
     Chat,
+    assert_same_samples,
     automodel_row,
     chats,
     in_bf16,
@@ -53,7 +54,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCKS, LAST = [1, 3, 5], LAYERS - 1
 FEATURES = [*BLOCKS, LAST]
 NAMES = ("input_ids", "loss_mask", "target_hidden_states", "target_last_hidden_states")
-STORED = ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states", "log_normalizers", "argmax_ids")
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +108,6 @@ def read_all(folder):
     shards = [load_file(path) for path in sorted(folder.glob("shard-*.safetensors"))]
     assert [len(shard["input_ids"]) for shard in shards][:-1] == [manifest["shard_size"]] * (len(shards) - 1)
     return [{name: shard[name][row] for name in NAMES} for shard in shards for row in range(len(shard["input_ids"]))]
-
-
-def assert_same_samples(left, right):
-    ours, theirs = NativeEagle3Dataset(left), NativeEagle3Dataset(right)
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        for name in STORED:
-            assert torch.equal(torch.as_tensor(getattr(one, name)), torch.as_tensor(getattr(other, name))), name
 
 
 # --- the form ---------------------------------------------------------------------------------------------------------
@@ -729,7 +721,7 @@ def test_a_folder_of_its_producer_is_imported_and_given_back(automodel, made, tm
     argv += ["--target-layer-ids", *map(str, layers)]
     assert automodel.call("automodel_produce", target, samples, *argv) == 0
     padded = read_all(tmp_path / "f")
-    assert all(bool(each["target_last_hidden_states"].any(-1).all()) for each in padded)  # those of padding too
+    assert all(bool(each["target_last_hidden_states"].any(-1).all()) for each in padded)  # also in the slots of padding
     done = niels_gpt(*("eagle3", "import", tmp_path / "f", tmp_path / "c", "--from", "automodel", "--target", target))
     assert done.status == 0 and "outputs of blocks 1, 3, 5" in done.out and "post_norm" in done.out
     export_cache(tmp_path / "c", "automodel", tmp_path / "again", layers=layers, shard_size=4)

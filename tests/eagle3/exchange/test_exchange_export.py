@@ -16,6 +16,7 @@ from support.exchange_files import (
     BLOCKS,
     PROOF_TOKENS,
     Chat,
+    assert_same_samples,
     in_bf16,
     states_of,
     write_speculators,
@@ -28,19 +29,10 @@ from niels_gpt.eagle3.native import NativeEagle3Dataset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Import = Callable[..., Any]
-STORED = ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states", "log_normalizers", "argmax_ids")
 
 FOR = "for eagle3, peagle only: dflash, dspark, mtp read states that the cache does not have"
 NOTES = {"specforge": (), "speculators": (FOR,)}
 """speculators has one folder for all kinds of drafts."""
-
-
-def assert_same_samples(left, right):
-    ours, theirs = NativeEagle3Dataset(left), NativeEagle3Dataset(right)
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        for name in STORED:
-            assert torch.equal(torch.as_tensor(getattr(one, name)), torch.as_tensor(getattr(other, name))), name
 
 
 @pytest.mark.parametrize(("tool", "last"), [("specforge", "post_norm"), ("speculators", "pre_norm")])

@@ -43,7 +43,7 @@ def manifest_of(targets, layers=BLOCKS, last_hidden="pre_norm"):
 
 
 def answers(tool, manifest):
-    """The kinds of drafts that are not refused, and what is said of the others."""
+    """The kinds of drafts that are not refused, and the texts of the other refusals."""
     taken, said = set(), {}
     for kind in DRAFTERS:
         try:
