@@ -19,6 +19,7 @@ from support.disk import VERSIONS_DIR, versions_dir
 from support.errors import refused
 from support.fault_builds import before_each_removal, interrupt, ready
 from support.power_loss import MODELS, Disk, put, recorded_below, tree_of
+from support.processes import open_in
 from support.small_builds import documents, locked, pretrain, whole_version
 
 from niels_gpt.cache import CacheError
@@ -400,21 +401,20 @@ def test_a_folder_that_a_build_adopts_is_held_on(folder):
 
 def test_a_hold_writes_nothing_and_leaves_no_descriptor(folder):
     version, *_ = three_versions(folder / "c")
-    before, stat, handles = tree_of(folder), version.stat(), sorted(os.listdir("/proc/self/fd"))
+    before, stat = tree_of(folder), version.stat()
     hold = hold_version(version)
-    assert hold and len(os.listdir("/proc/self/fd")) == len(handles) + 1
+    assert hold and open_in(folder) == [version]
     del hold
-    assert tree_of(folder) == before and version.stat() == stat and sorted(os.listdir("/proc/self/fd")) == handles
+    assert tree_of(folder) == before and version.stat() == stat and open_in(folder) == []
 
 
 @pytest.mark.parametrize("what", ["nothing", "a file", "a link", "no meta.json", "a NUL"])
 def test_what_is_no_version_is_not_held_and_is_no_error(folder, what):
     version, *_ = three_versions(folder / "c")
     (folder / "empty").mkdir()
-    handles = sorted(os.listdir("/proc/self/fd"))
     paths = {"nothing": "nowhere", "a file": "c/meta.json", "a link": "c", "no meta.json": "empty", "a NUL": "\0"}
     hold = hold_version(folder / paths[what])
-    assert not hold and sorted(os.listdir("/proc/self/fd")) == handles
+    assert not hold and open_in(folder) == []
     assert not pickle.loads(pickle.dumps(hold)) and hold_version(version)
 
 

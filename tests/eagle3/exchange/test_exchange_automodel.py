@@ -35,6 +35,7 @@ from support.exchange_files import (
 )
 from support.peer_caches import PEERS
 from support.peer_exchange import Tool
+from support.processes import open_in
 
 from niels_gpt.eagle3.exchange.automodel import AutomodelFiles, shard_tensors
 from niels_gpt.eagle3.exchange.export import QWEN3, export_cache
@@ -148,12 +149,12 @@ def test_complete_is_written_last_and_a_stopped_export_leaves_nothing(cache, tmp
         if number == stop_at:
             raise KeyboardInterrupt
 
-    stop_at, before = 7, len(os.listdir("/proc/self/fd"))
+    stop_at = 7
     with pytest.raises(KeyboardInterrupt):
         export_cache(cache, "automodel", tmp_path / "f", shard_size=4, progress=look)
     assert seen == [False] * 7 and not [*tmp_path.iterdir()]
     gc.collect()  # of the error, whose frames hold the writer
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_in(cache) == open_in(tmp_path) == []
     stop_at, trace = 0, []
     with fileio.recorded(trace):
         export_cache(cache, "automodel", tmp_path / "f", shard_size=4, progress=look)
