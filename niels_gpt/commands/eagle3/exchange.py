@@ -165,7 +165,8 @@ def watch(
         if now.seconds >= LINE_EVERY_S and time.monotonic() - last >= LINE_EVERY_S:
             last = time.monotonic()
             taken = f"{now.samples:,} samples are in {now.shards:,} shards of {now.num_bytes:,} bytes"
-            tell(f"watch: waiting {now.seconds:,.0f} s for {now.name}; {taken}")
+            fault = f", which is not taken ({now.fault})" if now.fault else ""
+            tell(f"watch: waiting {now.seconds:,.0f} s for {now.name}{fault}; {taken}")
 
     target, arguments = _arguments(tool, source, **how)
     arguments |= {"consume": consume, "command": _words_of_this_command(), "waiting": waiting}

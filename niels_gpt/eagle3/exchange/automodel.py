@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample, open_tensors, unreadable
+from niels_gpt.eagle3.exchange.foreign import (
+    BadSample,
+    ForeignFiles,
+    ForeignSample,
+    checked_sample,
+    open_tensors,
+    unreadable,
+)
 from niels_gpt.eagle3.format.layout import (
     DTYPES,
     MANIFEST_NAME,
@@ -88,10 +95,12 @@ def facts_of_run(found: Mapping[str, Any]) -> dict[str, Any]:
     return {key: each for key, each in fitting.items() if len(str(each)) <= _MAX_TEXT}
 
 
-class AutomodelFiles:
+class AutomodelFiles(ForeignFiles):
     """A folder of Automodel's DSpark cache."""
 
     usual_last = "post_norm"
+    count: int
+    aux_layer_ids: tuple[int, ...]
 
     def __init__(self, folder: Path, hidden_size: int, vocab_size: int, *, follow_links: bool = False) -> None:
         """Raises: CacheError E711 for a cache that is not complete, or that does not fit itself or the target."""
@@ -101,28 +110,17 @@ class AutomodelFiles:
         for key, expected in (("hidden_size", hidden_size), ("target_vocab_size", vocab_size)):
             if self.manifest[key] != expected:
                 raise self._refused(f"{key} is {self.manifest[key]}", f"{expected}, as the target has")
-        self.count: int = self.manifest["num_samples"]
-        self.layers: list[int] = self.manifest["target_layer_ids"]
+        self.count = self.manifest["num_samples"]
+        self._layers: list[int] = self.manifest["target_layer_ids"]
+        self._last_layer = self.manifest["num_hidden_layers"] - 1
+        self.aux_layer_ids = tuple(layer for layer in self._layers if layer not in (EMBEDDING, self._last_layer))
+        self.made_for = "dspark" if self._last_layer in self._layers and self.aux_layer_ids else None
         shards, there = -(-self.count // self.manifest["shard_size"]), existing_shard_indices(folder)
         if len(there) != shards or max(there, default=0) != shards - 1:
             missing = next((index for index in range(shards) if index not in there), None)
             which = "missing" if missing is not None else "too many"
             name = os.path.basename(shard_path("", min(max(there), MAX_SHARDS - 1) if missing is None else missing))
             raise self._refused(f"{len(there):,} shards; {name} is {which}", f"{shards:,}, for {self.count:,} samples")
-
-    @cached_property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        """The blocks whose outputs are among the features, in their order."""
-        return tuple(layer for layer in self.layers if layer not in (EMBEDDING, self._last_layer))
-
-    @property
-    def has_last_layer(self) -> bool:
-        """Whether the last layer is among the features."""
-        return self._last_layer in self.layers
-
-    @property
-    def _last_layer(self) -> int:
-        return int(self.manifest["num_hidden_layers"]) - 1
 
     def name(self, index: int) -> str:
         """Return a sample's name for messages."""
@@ -156,7 +154,7 @@ class AutomodelFiles:
             raise
         except Exception as error:  # safetensors raises its own error, a direct subclass of Exception
             raise BadSample("unreadable", name, f"{path.name}: safetensors refuses it ({error})") from error
-        layers, first = features.view(end, len(self.layers), -1), int(EMBEDDING in self.layers)
+        layers, first = features.view(end, len(self._layers), -1), int(EMBEDDING in self._layers)
         blocks = layers[:, first : first + len(self.aux_layer_ids)]
         sample = checked_sample(name, ids[:end], loss[:end], blocks, last, *self._sizes)
         self._refuse_other_ends(name, sample.input_ids, layers, last)
@@ -184,7 +182,7 @@ class AutomodelFiles:
 
     def _refuse_other_ends(self, name: str, ids: Tensor, features: Tensor, last: Tensor) -> None:
         """Raise BadSample if the feature of the last layer is not the last hidden state, or of -1 not the embedding."""
-        for place, layer in enumerate(self.layers):
+        for place, layer in enumerate(self._layers):
             if layer in self.aux_layer_ids:
                 continue
             expected = self._embeddings[ids] if layer == EMBEDDING else last
@@ -201,7 +199,7 @@ class AutomodelFiles:
     def refuse_other_target(self, weights: Mapping[str, Tensor], num_layers: int | None) -> None:
         """Raise CacheError unless embeddings and lm_head are the target's (E706), in a file that fits (E711).
 
-        weights: `TargetHead.weights`. num_layers: of the target, if known.
+        Arguments: see `ForeignFiles`.
         """
         if num_layers not in (None, self._last_layer + 1):
             raise self._refused(f"num_hidden_layers is {self._last_layer + 1}", f"{num_layers}, as the target has")
@@ -224,6 +222,23 @@ class AutomodelFiles:
                     if not _are_same(theirs[begin : begin + _ROWS], each[begin : begin + _ROWS].cpu()):
                         found, expected_rows = f"{name} has other rows from {begin:,} on", "the target's"
                         raise CacheError(path, found, expected_rows, _OTHER, code="E706")
+
+    def facts_of_run(self) -> dict[str, Any]:
+        """Return the keys of the manifest about the text and its loss mask."""
+        return facts_of_run(self.manifest)
+
+    def notes(self, padding: Mapping[str, int]) -> Iterator[str]:
+        """Yield which features are not stored twice, and what became of the slots at the ends of samples."""
+        if ends := sorted({*self._layers} - {*self.aux_layer_ids}):
+            what = " and ".join("the embedding" if layer == EMBEDDING else "the last hidden state" for layer in ends)
+            yield f"the features of the layers {ends} are {what} of every token, and are not stored twice"
+        slots, out, kept = (padding[name] for name in ("slots", "unsure_left_out", "unsure_kept"))
+        if slots:
+            yield f"{slots:,} slots at the ends of samples were left out as padding"
+        if out:
+            yield f"no file says where samples end: of {out:,} the first slot that was left out may be a token"
+        if kept:
+            yield f"no file says where samples end: of {kept:,} the last token, without loss, may be padding"
 
     def _check_header(self, path: Path, shard: int) -> None:
         """Raise CacheError unless a shard has the tensors that the manifest states."""

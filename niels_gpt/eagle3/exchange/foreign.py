@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,20 +50,32 @@ class ForeignFiles(Protocol):
 
     usual_last: str
     """Side of the final norm of the last hidden states, as the tool documents it: one of LAST_HIDDEN."""
-
-    @property
-    def count(self) -> int | None:
-        """Number of samples; None for a folder that grows and does not say how many will come."""
-
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...] | None:
-        """The captured blocks, counted from 0; None where no file says it."""
+    count: int | None
+    """Number of samples; None for a folder that grows and does not say how many will come."""
+    aux_layer_ids: tuple[int, ...] | None = None
+    """The captured blocks, counted from 0; None where no file says it."""
+    made_for: str | None = None
+    """The kind of draft that the files have all states for, if they say it."""
 
     def name(self, index: int) -> str:
         """Return a name of a sample for messages."""
 
     def read(self, index: int) -> ForeignSample:
         """Return a sample. Raises: BadSample."""
+
+    def refuse_other_target(self, weights: Mapping[str, Tensor], num_layers: int | None) -> None:
+        """Raise CacheError if the folder has weights of another target than the one with these.
+
+        weights: `TargetHead.weights`. num_layers: of the target, if known.
+        """
+
+    def facts_of_run(self) -> dict[str, Any]:
+        """Return the facts that meta.json takes about the run that made the folder."""
+        return {}
+
+    def notes(self, padding: Mapping[str, int]) -> Iterator[str]:
+        """Yield what a user should know of an import. padding: its counts, as `imported.padding` in the manifest."""
+        yield from ()
 
 
 class GrowingFiles(ForeignFiles, Protocol):

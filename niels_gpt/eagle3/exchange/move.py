@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from niels_gpt.eagle3.derive import frequent_tokens
-from niels_gpt.eagle3.exchange.automodel import EMBEDDING, AutomodelFiles, facts_of_run
+from niels_gpt.eagle3.exchange.automodel import AutomodelFiles
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample
 from niels_gpt.eagle3.exchange.proof import PROOF_TOKENS, Capture, Convention, prove, reach, refuse_shifted_mask
 from niels_gpt.eagle3.exchange.tools import KINDS, SpecForgeFiles, SpeculatorsFiles
@@ -155,10 +155,8 @@ def import_cache(
     files: ForeignFiles = open_files(tool, source, target, made_for, follow_links=follow_links)
     total = files.count
     assert total is not None  # of a folder that does not grow
-    if isinstance(files, AutomodelFiles):
-        files.refuse_other_target(target.head.weights(), target.facts.get("num_layers"))
-        is_usual = files.has_last_layer and files.aux_layer_ids and targets == "all"
-        made_for = made_for or ("dspark" if is_usual else None)
+    files.refuse_other_target(target.head.weights(), target.facts.get("num_layers"))
+    made_for = made_for or (files.made_for if targets == "all" else None)
     run = Importer(tool, source, files, target, drop_bad, loss_mask, aux_fp8, shard_bytes, targets, made_for)
     order = map(int, torch.randperm(total, generator=torch.Generator().manual_seed(seed)).numpy())
     run.settle(order, run.read, samples, capture, stated)
@@ -381,10 +379,13 @@ class Importer:
         totals = self.totals | {"positions": stored.positions(chosen)}
         if problem := Counts.of_meta({"totals": totals}).problem:
             raise CacheError(self.source, problem, code="E709")
-        of_run = facts_of_run(self.files.manifest) if isinstance(self.files, AutomodelFiles) else {}
+        source = {"kind": self._tool, **self.files.facts_of_run()}
         # plan_sha256 is null: no run of this project's producer made the states
         keys = {"plan_sha256": None, "totals": totals, "dropped": dict(self.dropped), "altered": {}}
-        write_meta(folder, {**keys, "source": {"kind": self._tool, **of_run}, "target": dict(self._target.facts)})
+        write_meta(
+            folder,
+            {**keys, "source": source, "target": dict(self._target.facts)},
+        )
 
     def imported(self) -> Imported:
         """Return what was imported."""
@@ -409,21 +410,7 @@ class Importer:
             yield "the states were float8 with a scale a token; they were dequantized in float32 and rounded to bf16"
         if self._aux_fp8:
             yield "the auxiliary states were quantized to float8"
-        if isinstance(self.files, AutomodelFiles):
-            yield from self._notes_on_automodel(self.files)
-
-    def _notes_on_automodel(self, files: AutomodelFiles) -> Iterator[str]:
-        if ends := [*{*files.layers} - {*files.aux_layer_ids}]:
-            what = "the embedding" if ends == [EMBEDDING] else "the last hidden state"
-            what = what if len(ends) == 1 else "the embedding and the last hidden state"
-            yield f"the features of the layers {sorted(ends)} are {what} of every token, and are not stored twice"
-        slots, out, kept = (self.padding[name] for name in ("slots", "unsure_left_out", "unsure_kept"))
-        if slots:
-            yield f"{slots:,} slots at the ends of samples were left out as padding"
-        if out:
-            yield f"no file says where samples end: of {out:,} the first slot that was left out may be a token"
-        if kept:
-            yield f"no file says where samples end: of {kept:,} the last token, without loss, may be padding"
+        yield from self.files.notes(self.padding)
 
     def _manifest(self) -> dict[str, Any]:
         """Return the manifest without the draft's vocabulary."""

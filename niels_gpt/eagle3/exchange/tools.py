@@ -36,6 +36,7 @@ from torch import Tensor
 from niels_gpt.eagle3.exchange.foreign import (
     BadSample,
     ForeignSample,
+    GrowingFiles,
     checked_sample,
     integers,
     open_tensors,
@@ -70,11 +71,10 @@ _SUFFIXES = (".ckpt", ".ckpt.gz")
 _FILES_OF_A_FOLDER = 2000
 
 
-class SpecForgeFiles:
+class SpecForgeFiles(GrowingFiles):
     """A folder of SpecForge's features."""
 
     usual_last = "post_norm"
-    aux_layer_ids = None
 
     def __init__(
         self,
@@ -221,11 +221,11 @@ _MAX_ROWS, _MAX_LAYERS, _MAX_TOKENS = 10_000_000, 1000, 1 << 24
 _AGAIN = "Write the folder again with the tool that made it"
 
 
-class SpeculatorsFiles:
+class SpeculatorsFiles(GrowingFiles):
     """A folder of speculators' rows and states."""
 
     usual_last = "pre_norm"
-    aux_layer_ids = None
+    count: int
 
     def __init__(
         self, folder: Path, hidden_size: int, vocab_size: int, *, follow_links: bool = False, grows: bool = False

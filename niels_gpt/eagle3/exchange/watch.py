@@ -81,6 +81,8 @@ class Waiting:
     shards: int
     num_bytes: int
     """Bytes of the finished shards."""
+    fault: str
+    """Why the file that is there is not taken; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -270,12 +272,12 @@ class _Watch:
             raise CacheError(self._out, found, remedy="Continue it without --samples-total", code="E703")
         return samples_total if self._end is None else self._end
 
-    def tell(self, waiting: Callable[[Waiting], object]) -> Callable[[str, float], object]:
-        """Return a function that reports a wait for a sample, by its name and the seconds."""
+    def tell(self, waiting: Callable[[Waiting], object]) -> Callable[[BadSample, float], object]:
+        """Return a function that reports a wait for a sample, by its fault and the seconds."""
 
-        def report(name: str, seconds: float) -> None:
-            totals = self.importer.totals
-            waiting(Waiting(name, seconds, totals["samples"], totals["shards"], self._num_bytes))
+        def report(found: BadSample, seconds: float) -> None:
+            totals, fault = self.importer.totals, "" if found.reason == "missing" else found.found
+            waiting(Waiting(found.name, seconds, totals["samples"], totals["shards"], self._num_bytes, fault))
 
         return report
 
@@ -369,7 +371,7 @@ class Arrivals:
         importer: Importer,
         end: int | None,
         until: Until,
-        tell: Callable[[str, float], object],
+        tell: Callable[[BadSample, float], object],
     ) -> None:
         self._source, self._files, self._importer, self._is_closed = source, files, importer, until.once
         self._patience, self._poll, self._tell = until.patience, until.poll, tell
@@ -413,7 +415,7 @@ class Arrivals:
                 self._final.add(index)
                 self._importer.leave_out(found, is_counted=is_counted)
                 return None
-            self._tell(found.name, time.monotonic() - began)
+            self._tell(found, time.monotonic() - began)
             time.sleep(self._poll)
             self._look()
         return None

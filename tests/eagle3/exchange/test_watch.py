@@ -158,7 +158,8 @@ def test_a_watch_for_dspark_gives_the_bytes_of_an_import_and_its_settings_stay(g
     late = source / "rows_0-2000/data_007.ckpt"
     late.rename(tmp_path / "late")
 
-    def stop(_):
+    def stop(now):
+        assert not now.fault  # it is only not there yet
         raise Stopped
 
     watch = partial(watching, "specforge", source, out, consume=True, samples_total=10)
@@ -368,7 +369,7 @@ def test_a_file_is_taken_once_it_is_whole(folders, imported, watching, tmp_path)
 
     watching("specforge", source, tmp_path / "c", samples_total=10, waiting=mend)
     assert files_of(tmp_path / "c") == imported["specforge"]
-    assert {now.name for now in waits} == {CKPT} and len(waits) >= 3
+    assert {now.name for now in waits} == {CKPT} and len(waits) >= 3 and all(now.fault for now in waits)
 
 
 def test_no_file_at_all_is_no_gap(folders, watching, tmp_path):
