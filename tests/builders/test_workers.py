@@ -308,7 +308,7 @@ def test_a_tokenizers_error_is_not_tried_again(tmp_path, caplog, kind):
                 finally:
                     assert executor.submit(int, "3").result() == 3
     assert len((tmp_path / "log").read_text().split()) == 1
-    assert caplog.text == "" and set(threading.enumerate()) == before
+    assert caplog.text == "" and set(threading.enumerate()) <= before
     assert multiprocessing.active_children() == []
 
 
@@ -335,7 +335,7 @@ def test_full_budgets_and_a_source_that_breaks_leave_no_thread_and_nothing_in_wo
     build_text(tmp_path / "a", map("some text {}".format, itertools.count()), num_threads=4, **arguments)
     with pytest.raises(OSError, match="upstream broke"):
         build_text(tmp_path / "broken", texts(), tokenizer=ByteTokenizer(), num_threads=2, **PLAIN)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     with ThreadPoolExecutor(4) as executor:
         build_text(tmp_path / "b", map("some text {}".format, itertools.count()), executor=executor, **arguments)
         assert executor.submit(int, "3").result() == 3
