@@ -18,7 +18,7 @@ import copy
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from niels_gpt.eagle3.format.drafters import targets_of
 from niels_gpt.eagle3.format.layout import DTYPES, SIDECAR, PathLike
 from niels_gpt.eagle3.format.manifest import manifest_path
 from niels_gpt.eagle3.format.meta import compare_once, fingerprint
-from niels_gpt.eagle3.format.native import NativeSample, dequantize_into
+from niels_gpt.eagle3.format.native import NativeSample, dequantize_into, has_target_row
 from niels_gpt.eagle3.format.plan import PLAN_NAME, read_record
 from niels_gpt.eagle3.format.shards import NativeShards, Shards
 from niels_gpt.storage.errors import CacheError, UsageError
@@ -125,7 +125,7 @@ def loader_of(
 class NativeEagle3Dataset(CacheReader[Any]):
     """Reads a native cache. An item is one sample as stored, a NativeSample: raw and unpadded.
 
-    With `fields` an item is a dict of these tensors of the sample's L tokens, in this order:
+    With `fields` an item is a dict of these tensors of the sample's L tokens, in the order of `fields`:
 
         input_ids, loss_mask    int64 [L], not shifted
         aux_hidden_states       [L, K * H] in the stored dtype, bf16 if that is fp8; [L, 0] without layers
@@ -148,7 +148,7 @@ class NativeEagle3Dataset(CacheReader[Any]):
         self,
         cache_dir: PathLike,
         *,
-        fields: Sequence[str] | None = None,
+        fields: Iterable[str] | None = None,
         max_open_shards: int = 1024,
         follow_links: bool = False,
         expect: Mapping[str, Any] | None = None,
@@ -173,7 +173,7 @@ class NativeEagle3Dataset(CacheReader[Any]):
         shards = NativeShards.of_cache(cache_dir, max_open_shards, follow_links=follow_links, check=check)
         self._shards: NativeShards
         self._open(shards, expect)
-        if fields is not None and "last_hidden" in fields and targets_of(self.manifest) == "loss":
+        if self.fields and "last_hidden" in self.fields and targets_of(self.manifest) == "loss":
             remedy = "Produce it with --targets reply or --targets all"
             raise CacheError(self.cache_dir, *_LOSS_ONLY, remedy, code="E710")
 
@@ -270,7 +270,9 @@ def native_batch(
 _INTEGERS: dict[str, Callable[[NativeSample], NDArray[Any]]] = {
     "input_ids": lambda sample: sample.input_ids,
     "loss_mask": lambda sample: sample.loss_mask,
-    "last_hidden_mask": lambda sample: np.isin(np.arange(len(sample.input_ids)), sample.positions),
+    "last_hidden_mask": lambda sample: has_target_row(
+        np.array([0, len(sample.loss_mask)]), sample.loss_mask, sample.targets
+    ),
     "attention_mask": lambda sample: np.ones(len(sample.input_ids)),
 }
 FIELDS = ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden", "last_hidden_mask")
@@ -279,7 +281,7 @@ FIELDS = ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden", "last_hi
 
 def token_batch(
     samples: Sequence[NativeSample],
-    fields: Sequence[str] = FIELDS,
+    fields: Iterable[str] = FIELDS,
     *,
     pad_to: int | None = None,
     memory: BatchMemory | None = None,
@@ -307,9 +309,9 @@ def token_batch(
     return batch
 
 
-def _checked(fields: Sequence[str]) -> tuple[str, ...]:
-    """Return the fields. Raises: UsageError unless they are names of FIELDS, one or more."""
-    names = () if isinstance(fields, str) else tuple(fields)
+def _checked(fields: Iterable[str]) -> tuple[str, ...]:
+    """Return the fields, each once. Raises: UsageError unless they are names of FIELDS, one or more."""
+    names = () if isinstance(fields, str) else tuple(dict.fromkeys(fields))
     if not names or {*names} - {*FIELDS}:
         raise UsageError(f"fields is {fields!r}, expected names of {', '.join(FIELDS)}, as a list")
     return names
@@ -444,7 +446,7 @@ def build_native_dataloader(
     num_workers: int = 0,
     distributed: bool = False,
     *,
-    fields: Sequence[str] | None = None,
+    fields: Iterable[str] | None = None,
     pad_to: int | None = None,
     follow_links: bool = False,
     expect: Mapping[str, Any] | None = None,

@@ -270,6 +270,7 @@ class MixtureStream(Stream[Any]):
             valid = rule in ("repeat", "stop") if isinstance(rule, str) else type(rule) is int and rule >= 1
             if not valid:
                 raise ValueError(f"when_exhausted[{number}]={rule!r}: expected repeat, stop, or a number of epochs")
+        stated: dict[str, tuple[Any, int]] = {}  # what a source does not say may fit
         for number, stream in enumerate(self.streams):
             if not isinstance(getattr(stream, "samples", None), Epochs):
                 raise ValueError(f"streams[{number}] is a {type(stream).__name__}, expected a stream of one cache")
@@ -277,11 +278,11 @@ class MixtureStream(Stream[Any]):
                 raise ValueError(f"streams[{number}] continues a changed run: open it again, without a state")
             if stream.epochs is not None:
                 raise ValueError(f"streams[{number}] has epochs={stream.epochs}: pass it in when_exhausted")
-            mine, first = (self._form(each) for each in (stream, self.streams[0]))
-            for name, value in first.items():
-                if mine.get(name, value) != value:  # what a source does not say may fit
-                    found, expected = f"{name}={shortened(mine[name])}", f"{shortened(value)} as in streams[0]"
-                    raise ValueError(f"streams[{number}] has {found}, expected {expected}")
+            for name, value in self._form(stream).items():
+                expected, first = stated.setdefault(name, (value, number))
+                if value != expected:
+                    found = f"{name}={shortened(value)}, expected {shortened(expected)} as in streams[{first}]"
+                    raise ValueError(f"streams[{number}] has {found}")
         for source in self._sources_of():
             self._check_tokenizer(source.units)
 

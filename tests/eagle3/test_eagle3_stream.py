@@ -277,12 +277,17 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
     six_keys = [CachedEagle3Dataset(each.cache_dir, target_probs=False) for each in (native, layers)]
     with refused("E102", "streams[1] has aux_layer_ids=[1, 2], expected [3, 1]"):
         MixtureStream([stream(each, epochs=None) for each in six_keys], [1, 1], seed=0)
+    others: list = []
     for layers in ([1, 2, 5], None):  # None: an earlier one may not say them
         write_manifest(tmp_path / "other", other.manifest | {"aux_layer_ids": layers})
-        pair = [stream(each, epochs=None) for each in (dense, CachedEagle3Dataset(tmp_path / "other"))]
+        said = CachedEagle3Dataset(tmp_path / "other")
+        pair = [stream(each, epochs=None) for each in (dense, said)]
         for streams in (pair, pair[::-1]):
             with nullcontext() if layers is None else refused("E102", "streams[1] has aux_layer_ids="):
                 MixtureStream(streams, [1, 1], seed=0)
+        others = [said, *others]
+    with refused("E102", "streams[2] has aux_layer_ids=[1, 2, 5]", "streams[1]"):
+        MixtureStream([stream(each, epochs=None) for each in (others[0], dense, others[1])], [1, 1, 1], seed=0)
     windows = EpochStream(str(numbered(tmp_path, [40])), T=4, global_batch_size=6, seed=0)
     with refused("E102", "streams[1] has rows="):
         MixtureStream([windows, stream(other, epochs=None)], [1, 1], seed=0)

@@ -283,7 +283,10 @@ def test_the_fingerprint_of_caches_of_earlier_versions_stays(settings):
         fingerprint_in_parts(native, None),
     )
     stated = dataclasses.replace(native, eagle3_made_for="eagle3", eagle3_target_rows="loss")
-    assert fingerprint_in_parts(stated, None) == fingerprint_in_parts(native, None)
+    assert (fingerprints(stated), fingerprint_in_parts(stated, None)) == (
+        fingerprints(native),
+        fingerprint_in_parts(native, None),
+    )
     others = [{"made_for": "peagle"}, {"made_for": "dspark"}, {"target_rows": "reply"}, {"target_rows": "all"}]
     changed = [dataclasses.replace(native, **{f"eagle3_{key}": each[key] for key in each}) for each in others]
     assert len({fingerprint_in_parts(each, None) for each in (native, *changed)}) == 5

@@ -61,7 +61,7 @@ _OF_IMPORT = (
         "--for",
         "made_for",
         type=click.Choice(DRAFTERS),
-        help="the kind of draft, which SpecForge has other files for; if not given eagle3, of automodel dspark",
+        help="kind of draft, for which SpecForge has other files; if not given eagle3, and dspark for automodel",
     ),
     option(
         "--targets",

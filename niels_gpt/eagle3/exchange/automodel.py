@@ -328,6 +328,7 @@ class AutomodelWriter:
         samples' auxiliary states, in their order. notes: for the user.
         """
         self.notes = tuple(notes)
+        self.has_aux = not {*manifest["target_layer_ids"]} <= {EMBEDDING, manifest["num_hidden_layers"] - 1}
         self._folder, self._manifest, self._pad_id, self._blocks = folder, dict(manifest), pad_id, list(blocks)
         self._file: SizedFile | None = None
         self._begins: dict[str, int] = {}

@@ -37,6 +37,7 @@ from niels_gpt.work import Progress
 
 _PAIRS = ("dflash", "dspark")
 """Kinds for which SpecForge refuses a sample without two tokens with loss side by side."""
+_FOR_DSPARK = "Produce it with --for dspark"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Exported:
     samples: int
     tokens: int
     without_aux: int
-    """Tokens whose auxiliary states are zeros."""
+    """Tokens whose auxiliary states are zeros; 0 for a folder without auxiliary states."""
     without_last: int
     """Tokens whose last hidden state is zeros; 0 for a folder without last hidden states."""
     num_bytes: int
@@ -129,13 +130,13 @@ def export_cache(
     return Exported(
         len(written),
         tokens,
-        tokens - aux_rows,
+        tokens - aux_rows if writer.has_aux else 0,
         0 if writer.last_hidden == "none" else tokens - target_rows,
         num_bytes,
         writer.last_hidden,
         made_for,
         stored.num_samples - len(written),
-        (*_notes(tool, manifest, to_post_norm), *(writer.notes if tool == "automodel" else ())),
+        (*_notes(tool, manifest, to_post_norm), *writer.notes),
     )
 
 
@@ -337,10 +338,15 @@ def _features(source: Source, num_layers: int, model_type: str) -> list[int]:
     manifest, last = source.manifest, num_layers - 1
     blocks, is_whole = sorted({*manifest["aux_layer_ids"]} - {last}), targets_of(manifest) == "all"
     has, layers = [*blocks, last] if is_whole else blocks, source.layers
+    if layers is None and not has:
+        found = f"has the output of block {last} before the final norm, no other block, and not all target rows"
+        expected = "other blocks, or the last hidden state of every token"
+        raise CacheError(source.cache, found, expected, _FOR_DSPARK, code="E710")
     if layers is None:
-        layers = has if manifest.get("made_for") == "dspark" else blocks
-    fitting = [layer for layer in layers if layer in has]
-    remedy = f"Pass layers that it has: --layers {','.join(map(str, fitting or has))}"
+        layers = has if manifest.get("made_for") == "dspark" or not blocks else blocks
+    offered = [EMBEDDING, *has] if model_type in QWEN3 else has
+    fitting = [layer for layer in layers if layer in offered]
+    remedy = f"Pass layers that it has: --layers {','.join(map(str, fitting or offered))}" if offered else _FOR_DSPARK
     if sorted({*layers}) != layers or not layers or not -1 <= layers[0] <= layers[-1] <= last:
         expected = f"rising layers from -1, the embedding, to {last}, the last"
         remedy = f"Name them in this order: --layers {','.join(map(str, sorted({*fitting})))}" if fitting else remedy

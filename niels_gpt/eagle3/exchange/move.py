@@ -54,10 +54,14 @@ READERS: dict[str, Any] = {"specforge": SpecForgeFiles, "speculators": Speculato
 def rows_of_import(tool: str, made_for: str | None, targets: str | None) -> str:
     """Return which target rows an import gets: one of TARGETS. Arguments: see `import_cache`.
 
-    Raises: UsageError for a kind that the tool has no files for, and for rows that its loss does not find.
+    Raises: UsageError for a kind that the tool has no files for, or none with last hidden states, and for rows that
+        its loss does not find.
     """
     if made_for not in (None, *KINDS[tool]):
         raise UsageError(f"--for {made_for}: {tool} has files for {', '.join(KINDS[tool])}")
+    if (tool, made_for) == ("specforge", "dflash"):
+        text = "--for dflash: SpecForge's files for it have no last hidden states, which a native cache stores"
+        raise UsageError(f"{text}. Import its files for eagle3, or for dspark: --for dspark")
     kind = DRAFTERS[made_for or KINDS[tool][0]]
     targets = targets or kind.targets
     if made_for and TARGETS.index(targets) < TARGETS.index(kind.reads):
@@ -143,8 +147,9 @@ def import_cache(
     drop_bad: leave out and count samples that are missing, unreadable, mismatched or not finite, instead of failing.
     loss_mask: "raw": of each token itself; "shifted": of the next token; None: raw, and an error if the drawn samples
         show a shifted mask.
-    made_for: the kind of draft: a key of DRAFTERS. SpecForge has files of its own for dspark. None: eagle3.
-    targets: which target rows the cache gets: one of TARGETS; None: as `made_for` has it, and all of Automodel's cache.
+    made_for: the kind of draft: a key of DRAFTERS. SpecForge has files of its own for dspark. None: the tool's usual
+        kind, and in the manifest the one that the folder says.
+    targets: which target rows the cache gets: one of TARGETS; None: as the kind has it.
     progress: counts samples.
     Raises: UsageError as `rows_of_import`; CacheError for a folder or sample that does not fit, or conventions that
         cannot be determined; ValueError for contradictory arguments.
@@ -187,8 +192,8 @@ class Importer:
         loss_mask: str | None,
         aux_fp8: bool,
         shard_bytes: int,
-        targets: str = "loss",
-        made_for: str | None = None,
+        targets: str,
+        made_for: str | None,
         after_shard: Callable[[int], object] = lambda index: None,
         check: Callable[[], object] | None = None,
     ) -> None:
@@ -216,7 +221,7 @@ class Importer:
             mask = torch.cat([torch.zeros(1, dtype=torch.bool), sample.loss_mask[:-1]])
             sample = replace(sample, loss_mask=mask)
         self._refuse_other_form(name, sample)
-        _refuse_zeros(name, sample, self._targets)
+        _refuse_zeros(name, sample, self._targets, self._made_for)
         self.was_fp8 |= sample.was_fp8
         return sample
 
@@ -459,17 +464,26 @@ def _form_of(sample: ForeignSample) -> Form:
     return sample.aux.shape[1], sample.aux.dtype, sample.last.dtype
 
 
-def _refuse_zeros(name: str, sample: ForeignSample, targets: str) -> None:
+def _refuse_zeros(name: str, sample: ForeignSample, targets: str, made_for: str | None) -> None:
     """Raise BadSample if a state that the cache stores is zeros; an export has zeros where its cache had none."""
+    if (zeros := _first_zeros(sample, targets)) is None:
+        return
+    fewest = TARGETS.index(DRAFTERS[made_for].reads) if made_for else 0
+    fitting = [each for each in TARGETS[fewest : TARGETS.index(targets)] if _first_zeros(sample, each) is None]
+    text = "If the folder is an export of a cache with fewer target rows, pass --targets {}. "
+    remedy = text.format(fitting[-1]) + "Else leave such samples out: --drop-bad" if fitting else ""
+    raise BadSample("mismatched", name, f"{zeros} are zeros, and --targets {targets} stores them", remedy)
+
+
+def _first_zeros(sample: ForeignSample, targets: str) -> str | None:
+    """Return the name of the first stored states that are zeros; None if there are none."""
     aux_rows, positions = stored_rows(sample.loss_mask.numpy(), targets)
     aux = sample.aux[:aux_rows].any(-1).all(-1)
     last = sample.last[torch.from_numpy(positions)].any(-1)
-    for part, filled, tokens in (("auxiliary", aux, None), ("last", last, positions)):
+    for part, filled, tokens in (("auxiliary", aux, np.arange(aux_rows)), ("last", last, positions)):
         if not bool(filled.all()):
-            token = int((~filled).nonzero()[0])
-            token = token if tokens is None else int(tokens[token])
-            needed = f"the {part} states of token {token} are zeros, and --targets {targets} stores them"
-            raise BadSample("mismatched", name, needed)
+            return f"the {part} states of token {tokens[int((~filled).nonzero()[0])]}"
+    return None
 
 
 def _head_for(last_hidden: str, head: TargetHead) -> TargetHead:

@@ -47,7 +47,7 @@ from niels_gpt.eagle3.format.shard_writer import write_tensors
 from niels_gpt.eagle3.format.torch_files import load_tensors
 from niels_gpt.storage import fileio
 from niels_gpt.storage.arrow_messages import messages
-from niels_gpt.storage.errors import CacheError, UsageError
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import printable, shortened
 
 KINDS = {
@@ -86,15 +86,13 @@ class SpecForgeFiles(GrowingFiles):
         follow_links: bool = False,
         grows: bool = False,
     ) -> None:
-        """made_for: the kind of draft that the files are for.
+        """made_for: the kind of draft that the files are for: eagle3 or dspark.
 
         grows: files may come; then each has a number of its own in its name, and is the sample of this number.
-        Raises: UsageError for dflash; CacheError E711 if there is no such file, or a subfolder is a link; OSError.
+        Raises: CacheError E711 if there is no such file, or a subfolder is a link; OSError.
         """
         last, self._aux_key = _KEYS[made_for]
-        if last is None:
-            text = "--for dflash: SpecForge's files for it have no last hidden states, which a native cache stores"
-            raise UsageError(f"{text}. Import its files for eagle3, or for dspark: --for dspark")
+        assert last is not None
         self._last_key = last
         self._folder, self._sizes = folder, (hidden_size, vocab_size)
         self._follow_links, self._grows = follow_links, grows
@@ -194,6 +192,7 @@ class SpecForgeWriter:
         self._folder, self._digits = folder, max(6, len(str(num_samples)))
         self._last_key, self._aux_key = _KEYS[made_for]
         self.last_hidden = "post_norm" if self._last_key else "none"
+        self.notes, self.has_aux = (), True
 
     def write(self, index: int, sample: ForeignSample) -> int:
         """Write a sample; return its bytes."""
@@ -306,7 +305,7 @@ class SpeculatorsFiles(GrowingFiles):
 class SpeculatorsWriter:
     """Writes a folder for `datasets.load_from_disk`, and the states of its rows."""
 
-    last_hidden = "pre_norm"
+    last_hidden, notes, has_aux = "pre_norm", (), True
 
     def __init__(self, folder: Path, num_samples: int) -> None:
         from datasets import Features, Sequence, Value

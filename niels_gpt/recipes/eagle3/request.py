@@ -127,8 +127,9 @@ def settings_fingerprint(settings: Settings, key: str) -> str:
     names += spec.own_settings if spec and spec.family == "sft" else ()
     defaults = {name: getattr(Settings, name) for name in _OF_DEFAULT}
     chosen = {name: getattr(settings, name) for name in names}
-    if chosen.get("eagle3_aux_layers") == "eagle3" and settings.eagle3_made_for in (None, "eagle3"):
-        chosen["eagle3_aux_layers"] = None  # the name of this default in earlier versions
+    if settings.eagle3_made_for in (None, "eagle3"):  # a default that is named decides the same bytes
+        usual = {"eagle3_aux_layers": "eagle3", "eagle3_made_for": "eagle3", "eagle3_target_rows": "loss"}
+        chosen |= {name: None for name, value in usual.items() if chosen.get(name) == value}
     return sha256({name: value for name, value in chosen.items() if defaults.get(name, ...) != value})[:_DIGITS]
 
 

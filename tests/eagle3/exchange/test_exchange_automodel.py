@@ -286,7 +286,7 @@ def test_an_export_of_fewer_rows_is_imported_with_as_many(qwen3, dialogs, bringi
     make_native(tmp_path / "c", qwen3, dialogs, BLOCKS, targets="reply", made_for="dspark")
     done = export_cache(tmp_path / "c", "automodel", tmp_path / "f")
     assert done.without_last > done.without_aux > 0
-    with refused("E711", "zeros", "--targets all"):
+    with refused("E711", "zeros", "--targets all", "pass --targets reply"):
         bringing(tmp_path / "f", tmp_path / "d")
     back = bringing(tmp_path / "f", tmp_path / "d", targets="reply")
     assert (back.tokens, back.target_rows) == (done.tokens, done.tokens - done.without_last)
@@ -490,7 +490,10 @@ def by_remedy(error):
 
 
 def test_features_that_the_cache_lacks_are_refused_with_layers_that_work(cache, qwen3, dialogs, tmp_path):
-    make_native(tmp_path / "reply", qwen3, dialogs, BLOCKS, targets="reply", made_for="dspark")
+    for name, blocks in (("reply", BLOCKS), ("last", [LAST])):
+        make_native(tmp_path / name, qwen3, dialogs, blocks, targets="reply", made_for="dspark")
+    with refused("E710", "no other block", "--for dspark"):
+        export_cache(tmp_path / "last", "automodel", tmp_path / "f")
     for source, layers, words, works in (
         (tmp_path / "reply", FEATURES, ["reply only", "layer 7"], BLOCKS),
         (cache, [1, 2, 3, LAST], ["blocks [1, 3, 5]", "[2]"], [1, 3, LAST]),
@@ -498,13 +501,17 @@ def test_features_that_the_cache_lacks_are_refused_with_layers_that_work(cache, 
         (cache, [1, 1, 3], ["[1, 1, 3]", "rising"], [1, 3]),
         (cache, [1, 3, LAYERS], ["-1", "to 7"], [1, 3]),
         (cache, [-2, 1], ["-1", "to 7"], [1]),
-        (cache, [2], ["[2]"], FEATURES),
-        (tmp_path / "reply", [2], ["[2]"], BLOCKS),
+        (cache, [2], ["[2]"], [-1, *FEATURES]),
+        (cache, [3, -1], ["[3, -1]", "rising"], [-1, 3]),
+        (tmp_path / "reply", [-1, LAST], ["reply only", "layer 7"], [-1]),
+        (tmp_path / "last", [LAST], ["reply only", "layer 7"], [-1]),
+        (tmp_path / "reply", [2], ["[2]"], [-1, *BLOCKS]),
     ):
         with refused("E710", source, *words) as caught:
             export_cache(source, "automodel", tmp_path / "f", layers=layers)
         assert not (tmp_path / "f").exists() and by_remedy(caught.error) == works
-        export_cache(source, "automodel", tmp_path / "f", layers=works)
+        done = export_cache(source, "automodel", tmp_path / "f", layers=works)
+        assert bool(done.without_aux) == (source.name == "reply" and works != [-1])
         shutil.rmtree(tmp_path / "f")
 
 

@@ -55,6 +55,8 @@ def test_a_trusted_import_needs_layers_and_a_name_of_a_file_never_commands_the_t
     (folder / "\x1b[31m\n.ckpt").write_bytes(b"no archive")
     command = partial(eagle3, "import", folder, out, "--from", "specforge", "--target", target)
     assert command("-k", "0").status == 2 == command("--seed", str(1 << 70)).status
+    done = eagle3("import", folder, out, "--from", "specforge", "--target", tmp_path / "none", "--for", "dflash")
+    assert done.status == 2 and "no last hidden states" in done.err  # said before a target is opened
     done = command("--trust")
     assert done.status == 2 and "--trust needs --layers" in done.err
     done = command("--trust", "--layers", "0,2,5")

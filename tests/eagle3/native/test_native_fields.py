@@ -68,12 +68,12 @@ def test_an_item_and_a_batch_have_each_token_of_the_oracle(tmp_path, targets, fo
 
 def test_fields_come_alone_and_in_the_order_asked_for(tmp_path):
     samples = write_native(tmp_path, MASKS)  # of targets loss, which has not the last hidden state of each token
-    dataset = NativeEagle3Dataset(tmp_path, fields=iter(["aux_hidden_states", "input_ids"]))
+    dataset = NativeEagle3Dataset(tmp_path, fields=iter(["aux_hidden_states", "input_ids", "input_ids"]))
     assert [*dataset[0]] == ["aux_hidden_states", "input_ids"] and "aux_hidden_states, input_ids" in repr(dataset)
     assert [item["input_ids"].tolist() for item in dataset] == [sample.input_ids.tolist() for sample in samples]
     assert [*token_batch(samples[:2], ["loss_mask"])] == ["loss_mask", "attention_mask"]
     with refused("E710", "targets reply", "last_hidden"):
-        NativeEagle3Dataset(tmp_path, fields=FIELDS)
+        NativeEagle3Dataset(tmp_path, fields=iter(FIELDS))
     with refused("E102", "last_hidden", "reply or all"):
         token_batch(samples)
     for fields in (["input_ids", "logits"], "input_ids", []):
