@@ -384,13 +384,10 @@ class Importer:
         totals = self.totals | {"positions": stored.positions(chosen)}
         if problem := Counts.of_meta({"totals": totals}).problem:
             raise CacheError(self.source, problem, code="E709")
-        source = {"kind": self._tool, **self.files.facts_of_run()}
         # plan_sha256 is null: no run of this project's producer made the states
-        keys = {"plan_sha256": None, "totals": totals, "dropped": dict(self.dropped), "altered": {}}
-        write_meta(
-            folder,
-            {**keys, "source": source, "target": dict(self._target.facts)},
-        )
+        keys: dict[str, Any] = {"plan_sha256": None, "totals": totals, "dropped": dict(self.dropped), "altered": {}}
+        keys["source"] = {"kind": self._tool, **self.files.facts_of_run()}
+        write_meta(folder, {**keys, "target": dict(self._target.facts)})
 
     def imported(self) -> Imported:
         """Return what was imported."""
