@@ -47,7 +47,10 @@ def _of_targets(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if _is_native(meta):
         yield "targets", rows_text(manifest)  # "target rows" is their number, of the totals
     yield "draft's tokens", f"{int(manifest['draft_vocab_size']):,} of {int(manifest['target_vocab_size']):,}"
-    yield from ((name.replace("_", " "), f"{int(number):,}") for name, number in sorted(meta["totals"].items()))
+    totals = {name: meta["totals"][name] for name in sorted(meta["totals"])}
+    if not manifest["aux_layer_ids"]:
+        totals.pop("aux_rows", None)  # rows of no block
+    yield from ((name.replace("_", " "), f"{int(number):,}") for name, number in totals.items())
     if meta.get("kept_mass") is not None:
         yield "probability that the most probable tokens keep", f"{float(meta['kept_mass']):.2%}"
     yield "bytes", f"{int(meta['disk_bytes']):,}"
@@ -198,7 +201,7 @@ class Eagle3Kind(Kind):
         from niels_gpt.eagle3.inspect.show import summary
         from niels_gpt.eagle3.inspect.stats import stats
 
-        about: Any = summary(cache.path)
+        about: Any = [row for row in summary(cache.path) if row[0] != "target rows"]  # the figures have their number
         known = {name for name, _ in about}
         return [*about, *(row for row in stats(cache.path, progress=progress).rows() if row[0] not in known)]
 

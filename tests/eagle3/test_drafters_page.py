@@ -116,7 +116,9 @@ def test_the_bytes_for_the_small_target_are_those_of_files(make, tmp_path, layer
     (row,) = (
         row for row in rows_of("small target, measured") if row[0] == f"{number or 'no'} block{'s' * (number > 0)}"
     )
-    for aux, shown in zip(("bf16", "fp8"), figures(row[1 + TARGETS.index(targets)]), strict=False):
+    numbers = figures(row[1 + TARGETS.index(targets)])
+    assert numbers
+    for aux, shown in zip(("bf16", "fp8"), numbers, strict=False):
         cache = make(f"{number}-{targets}-{aux}", "--aux-layers", layers, "--targets", targets, "--aux-dtype", aux)
         data = NativeEagle3Dataset(cache)
         masks = [data[index].loss_mask for index in range(len(data))]

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -10,8 +11,10 @@ def open_in(folder):
 
     A count of all handles is no measure: it falls whenever Python collects what an earlier test left.
     """
-    handles = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    paths = [handle.readlink() for handle in handles if handle.is_symlink()]
+    paths = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile, as listdir's own
+            paths.append(Path("/proc/self/fd", name).readlink())
     return sorted(path for path in paths if path.is_relative_to(folder))
 
 

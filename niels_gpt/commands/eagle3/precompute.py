@@ -200,7 +200,8 @@ def _print_made(produced: Produced, folder: Path) -> None:
     done = "all shards were there, meta.json was written" if produced.is_described else "up to date"
     say(f"{folder}: {f'made {produced.shards:,} shards' if produced.shards else done}")
     if "target_rows" in totals:
-        more = f"{totals['target_rows']:,} target rows, {totals['aux_rows']:,} rows of auxiliary states"
+        aux = f", {totals['aux_rows']:,} rows of auxiliary states" if meta["manifest"]["aux_layer_ids"] else ""
+        more = f"{totals['target_rows']:,} target rows{aux}"
     else:
         more = f"probability mass kept: {'all' if meta['kept_mass'] is None else format(meta['kept_mass'], '.4f')}"
     say(f"{totals['samples']:,} samples, {totals['tokens']:,} tokens, {Counts.of_meta(meta)}, {more}")

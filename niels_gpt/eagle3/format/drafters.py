@@ -40,6 +40,9 @@ DRAFTERS = {
     "mtp": Drafter("all", "all", "none"),
 }
 """Kind of draft -> what it needs; the layers are the defaults of drafts of five layers."""
+LISTED = ("dflash", "dspark", "eagle3", "mtp", "peagle")
+"""The kinds that `enough_for` of a manifest may list. A kind that is added later is not listed, so that its row changes
+no file, no plan and no fingerprint; readers compute it from `targets` and the layers, as they do for these."""
 
 
 def enough_for(targets: str, layers: Collection[int]) -> list[str]:
@@ -65,7 +68,7 @@ def manifest_keys(targets: str, layers: Collection[int], made_for: str | None = 
         found = f"targets {targets!r} and aux_layer_ids {[*layers]} are enough for {', '.join(kinds) or 'no draft'}"
         raise ValueError(found + (f", and made_for is {made_for!r}" if made_for else ""))
     if targets != "loss":
-        keys |= {"targets": targets, "enough_for": kinds}
+        keys |= {"targets": targets, "enough_for": [kind for kind in kinds if kind in LISTED]}
     if made_for not in (None, "eagle3"):
         keys["made_for"] = made_for
     return keys

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.format.drafters import DRAFTERS, TARGETS, drafters_of, targets_of
+from niels_gpt.eagle3.format.drafters import DRAFTERS, LISTED, TARGETS, drafters_of, targets_of
 from niels_gpt.eagle3.format.layout import (
     AUX_DTYPES,
     DTYPES,
@@ -253,10 +253,11 @@ def _check_native(manifest: Mapping[str, Any], path: str) -> None:
             raise _refuse(path, key, manifest[key], f"one of {', '.join(texts)}, or no such key")
     for key, below in {"aux_layer_ids": 2**31, "selected_token_ids": manifest["target_vocab_size"]}.items():
         ids = manifest[key] or []
-        may_be_empty = key == "aux_layer_ids" and targets_of(manifest) == "all"  # a draft of MTP reads no other state
+        # a draft of MTP reads no block
+        may_be_empty = ids == manifest[key] and key == "aux_layer_ids" and targets_of(manifest) == "all"
         if not (ids or may_be_empty) or max(ids, default=0) >= below or len({*ids}) != len(ids):
             raise _refuse(path, key, manifest[key], f"a list of different integers from 0 to {below - 1}")
-    kinds = drafters_of(manifest) if "targets" in manifest else None
+    kinds = [kind for kind in drafters_of(manifest) if kind in LISTED] if "targets" in manifest else None
     if (stated := manifest.get("enough_for")) != kinds:
         expected = f"{kinds}, by targets and aux_layer_ids" if kinds else "no such key without targets"
         raise _refuse(path, "enough_for", stated, expected)

@@ -199,7 +199,8 @@ def shard_rows(path: Path, *, first: int = 5, follow_links: bool = False) -> Tab
     names = (
         "tokens",
         "supervised",
-        *(("aux_rows", "target_rows") if isinstance(cache, NativeCache) else ("positions",)),
+        *(("aux_rows",) if isinstance(cache, NativeCache) and cache.manifest["aux_layer_ids"] else ()),
+        "target_rows" if isinstance(cache, NativeCache) else "positions",
     )
     rows: Table = [("shard", "samples", "size", *(name.replace("_", " ") for name in names))]
     for shard in cache.shards[:first]:

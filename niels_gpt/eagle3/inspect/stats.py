@@ -264,6 +264,7 @@ def _of_native(cache: NativeCache, counts: NDArray[np.int64], by_shard: Sequence
 def _native_sizes(cache: NativeCache, counts: NDArray[np.int64]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return the sizes of shards, tensors and weights. counts: int64 [n, 3], see `NativeLayout.token_bytes`."""
     tokens, aux_rows, target_rows = counts.sum(0).tolist()
+    aux_rows *= bool(cache.aux_layer_ids)
     disk, weights = _on_disk(cache), os.stat(cache.folder / cache.WEIGHTS).st_size
     dtype = str(cache.manifest["aux_dtype"])
     per_token = [each / max(1, tokens) for each in (aux_rows, target_rows, disk["shard_bytes"])]

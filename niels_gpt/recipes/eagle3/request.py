@@ -120,6 +120,8 @@ def check_configured(settings: Settings) -> None:
 
 def settings_fingerprint(settings: Settings, key: str) -> str:
     """Return twelve hex digits of the settings that decide the bytes of a key. Reads no file."""
+    from niels_gpt.eagle3.format.drafters import DRAFTERS
+
     names = [name for name in vars(settings) if name.startswith("eagle3_") and name not in _NOT_IN_FINGERPRINT]
     if key == VOCAB_KEY:
         names = [each.metadata["setting"] for each in fields(Options) if each.name in _OF_VOCAB]
@@ -127,8 +129,8 @@ def settings_fingerprint(settings: Settings, key: str) -> str:
     names += spec.own_settings if spec and spec.family == "sft" else ()
     defaults = {name: getattr(Settings, name) for name in _OF_DEFAULT}
     chosen = {name: getattr(settings, name) for name in names}
-    if settings.eagle3_made_for in (None, "eagle3"):  # a default that is named decides the same bytes
-        usual = {"eagle3_aux_layers": "eagle3", "eagle3_made_for": "eagle3", "eagle3_target_rows": "loss"}
+    if kind := DRAFTERS.get(settings.eagle3_made_for or "eagle3"):  # a default that is named decides the same bytes
+        usual = {"eagle3_aux_layers": kind.layers, "eagle3_made_for": "eagle3", "eagle3_target_rows": kind.targets}
         chosen |= {name: None for name, value in usual.items() if chosen.get(name) == value}
     return sha256({name: value for name, value in chosen.items() if defaults.get(name, ...) != value})[:_DIGITS]
 
@@ -464,9 +466,8 @@ def _states(options: Options, num_layers: int) -> tuple[list[int], str]:
         raise ValueError(f"--aux-layers {named}: {error}") from error
     targets = options.targets or usual.targets
     if not (fitting := enough_for(targets, layers)):
-        raise ValueError(
-            f"--aux-layers {named} with --targets {targets}: no draft reads such a cache. Pass --targets all"
-        )
+        remedy = "Pass --targets all" if options.made_for in (None, "mtp") else "Leave --aux-layers and --targets out"
+        raise ValueError(f"--aux-layers {named} with --targets {targets}: no draft reads such a cache. {remedy}")
     if options.made_for not in (None, *fitting):
         raise ValueError(
             f"--for {options.made_for} with --aux-layers {named} and --targets {targets}: its loss reads more than "

@@ -12,7 +12,7 @@ from support.eagle3_native import damaged_samples, write_native
 from support.errors import refused
 
 from niels_gpt.eagle3.cache import shard_path, verify
-from niels_gpt.eagle3.format.drafters import TARGETS
+from niels_gpt.eagle3.format.drafters import DRAFTERS, TARGETS, Drafter, drafters_of, manifest_keys
 from niels_gpt.eagle3.format.native import has_target_row, row_counts, target_positions, with_loss
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 
@@ -82,9 +82,9 @@ def test_a_shard_is_read_as_written_and_equals_safetensors_own(tmp_path, form):
 
 
 def rewritten(folder, **changed):
-    """Change keys of a manifest; None takes one out."""
+    """Change keys of a manifest; `...` takes one out."""
     manifest = json.loads((folder / "manifest.json").read_bytes()) | changed
-    left = {key: value for key, value in manifest.items() if value is not None}
+    left = {key: value for key, value in manifest.items() if value is not ...}
     (folder / "manifest.json").write_text(json.dumps(left))
 
 
@@ -95,14 +95,15 @@ def rewritten(folder, **changed):
         ({"targets": ["all"]}, "targets is ['all']"),
         ({"targets": "every"}, "targets is 'every'.*one of reply, all"),
         ({"enough_for": ["mtp"]}, "enough_for is ['mtp']"),
-        ({"enough_for": None}, "enough_for is missing"),
+        ({"enough_for": ...}, "enough_for is missing"),
         ({"enough_for": 10**6 * ["mtp"]}, "enough_for is "),
-        ({"targets": None}, "enough_for is .*no such key without targets"),
+        ({"targets": ...}, "enough_for is .*no such key without targets"),
         ({"made_for": "eagle3"}, "made_for is 'eagle3'"),
         ({"made_for": "medusa"}, "made_for is 'medusa'"),
         ({"made_for": {}}, "made_for is {}"),
-        ({"targets": None, "enough_for": None, "made_for": "mtp"}, "made_for is 'mtp'"),
+        ({"targets": ..., "enough_for": ..., "made_for": "mtp"}, "made_for is 'mtp'"),
         ({"aux_layer_ids": [], "targets": "reply", "enough_for": []}, "aux_layer_ids is []"),
+        ({"aux_layer_ids": None, "enough_for": ["mtp"]}, "aux_layer_ids is "),
     ],
     ids=str,
 )
@@ -113,12 +114,23 @@ def test_a_manifest_that_contradicts_its_target_rows_is_refused(tmp_path, change
         NativeEagle3Dataset(tmp_path)
 
 
+def test_a_kind_of_draft_that_is_added_later_changes_no_cache(tmp_path, monkeypatch):
+    write_native(tmp_path, MASKS, targets="reply", enough_for=DRAFTS["reply"])
+    monkeypatch.setitem(DRAFTERS, "later", Drafter("reply", "reply", "dflash:5"))
+    assert drafters_of(NativeEagle3Dataset(tmp_path).manifest) == sorted([*DRAFTS["reply"], "later"])
+    assert manifest_keys("reply", [0], "later") == {
+        "targets": "reply",
+        "enough_for": DRAFTS["reply"],
+        "made_for": "later",
+    }
+
+
 @pytest.mark.parametrize(("wrote", "says"), [(a, b) for a in TARGETS for b in TARGETS if a != b])
 def test_other_target_rows_than_the_manifest_says_are_refused_by_the_file(tmp_path, wrote, says):
     write_native(
         tmp_path, MASKS, cuts=[3], **({} if wrote == "loss" else {"targets": wrote, "enough_for": DRAFTS[wrote]})
     )
-    keys = {"targets": says, "enough_for": DRAFTS[says]} if says != "loss" else {"targets": None, "enough_for": None}
+    keys = {"targets": says, "enough_for": DRAFTS[says]} if says != "loss" else {"targets": ..., "enough_for": ...}
     rewritten(tmp_path, **keys)
     for opening in (lambda: NativeEagle3Dataset(tmp_path)[0], lambda: verify(tmp_path)):
         with refused("E701", "shard-000000.safetensors"):

@@ -287,7 +287,8 @@ def test_the_command_makes_a_cache_for_a_kind_of_draft(tmp_path, native_run, mod
     status, out, _ = native_run(*flags, "--dry-run")
     assert status == 0 and f"target rows {targets}: enough for {enough}\n" in out
     (estimate,) = re.findall(r"([\d,]+) bytes a token", out)
-    assert native_run(*flags)[0] == 0
+    status, out, _ = native_run(*flags)
+    assert status == 0 and ("rows of auxiliary states" in out) == bool(layers)
     cache, meta = NativeEagle3Dataset(tmp_path / "c"), json.loads((tmp_path / "c" / "meta.json").read_bytes())
     manifest, before = meta["manifest"], whole_tree(tmp_path / "c")
     assert (manifest["aux_layer_ids"], manifest.get("targets")) == (layers, None if targets == "loss" else targets)
@@ -297,12 +298,15 @@ def test_the_command_makes_a_cache_for_a_kind_of_draft(tmp_path, native_run, mod
     rows = zip(*(small.rows_of(sample.loss_mask.tolist(), targets) for sample in cache), strict=True)
     assert [meta["totals"][name] for name in ("tokens", "aux_rows", "target_rows")] == [*map(sum, rows)]
     assert estimate == f"{meta['bytes_per_token']:,.0f}"
-    said = " ".join(niels_gpt("eagle3", "stats", tmp_path / "c").out.split())
-    assert ("auxiliary rows none: no block is stored" in said) == (
-        not layers
-    ) and f"{targets}: enough for {enough}" in said
+    for command in (["stats"], ["eagle3", "stats"]):
+        said = " ".join(niels_gpt(*command, tmp_path / "c").out.split())
+        assert ("auxiliary rows none: no block is stored" in said) == (not layers)
+        assert f"target rows {meta['totals']['target_rows']:,} (" in said and f"{targets}: enough for {enough}" in said
+    assert bool(niels_gpt("eagle3", "stats", tmp_path / "c", "--json").json["aux_rows"]) == bool(layers)
+    assert ("aux rows" in niels_gpt("eagle3", "inspect", tmp_path / "c").out) == bool(layers)
     named = re.findall(r"^- \*\*(.+?)\*\*", niels_gpt("card", tmp_path / "c").out, re.MULTILINE)
     assert {"targets", "target rows"} < {*named} and len({*named}) == len(named)
+    assert ("aux rows" in named) == bool(layers)
     for more in ((), ("--head-only",)):
         done = niels_gpt("eagle3", "verify", tmp_path / "c", "--target", model, "-k", "3", *more)
         assert done.status == 0 and "recomputed    ok" in done.out, done.out
@@ -324,6 +328,7 @@ def test_the_command_makes_a_cache_for_a_kind_of_draft(tmp_path, native_run, mod
         (("--for", "dspark", "--aux-layers", "none"), "--for dspark with --aux-layers none .* enough for mtp"),
         (("--for", "mtp", "--targets", "reply"), "--aux-layers none with --targets reply: .* Pass --targets all"),
         (("--aux-layers", "none"), "--targets loss: .* Pass --targets all"),
+        (("--for", "eagle3", "--aux-layers", "none"), "--targets loss: .* Leave --aux-layers and --targets out"),
         (("--for", "dspark", "--format", "1"), "--for is dspark, .*--format native only, .*pass --format native"),
         (("--targets", "loss", "--format", "2"), "--targets is loss, .*pass --format native"),
         (("--aux-layers", "dspark:8"), "--aux-layers dspark:8: .* a target of 8 layers has no 8 different"),
