@@ -47,10 +47,9 @@ def _of_targets(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if _is_native(meta):
         yield "targets", rows_text(manifest)  # "target rows" is their number, of the totals
     yield "draft's tokens", f"{int(manifest['draft_vocab_size']):,} of {int(manifest['target_vocab_size']):,}"
-    totals = {name: meta["totals"][name] for name in sorted(meta["totals"])}
-    if not manifest["aux_layer_ids"]:
-        totals.pop("aux_rows", None)  # rows of no block
-    yield from ((name.replace("_", " "), f"{int(number):,}") for name, number in totals.items())
+    for name, number in sorted(meta["totals"].items()):
+        if name != "aux_rows" or manifest["aux_layer_ids"]:  # else they are rows of no block
+            yield name.replace("_", " "), f"{int(number):,}"
     if meta.get("kept_mass") is not None:
         yield "probability that the most probable tokens keep", f"{float(meta['kept_mass']):.2%}"
     yield "bytes", f"{int(meta['disk_bytes']):,}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.format.drafters import DRAFTERS, LISTED, TARGETS, drafters_of, targets_of
+from niels_gpt.eagle3.format.drafters import DRAFTERS, TARGETS, drafters_of, manifest_keys, targets_of
 from niels_gpt.eagle3.format.layout import (
     AUX_DTYPES,
     DTYPES,
@@ -257,7 +257,7 @@ def _check_native(manifest: Mapping[str, Any], path: str) -> None:
         may_be_empty = ids == manifest[key] and key == "aux_layer_ids" and targets_of(manifest) == "all"
         if not (ids or may_be_empty) or max(ids, default=0) >= below or len({*ids}) != len(ids):
             raise _refuse(path, key, manifest[key], f"a list of different integers from 0 to {below - 1}")
-    kinds = [kind for kind in drafters_of(manifest) if kind in LISTED] if "targets" in manifest else None
+    kinds = manifest_keys(targets_of(manifest), manifest["aux_layer_ids"]).get("enough_for")
     if (stated := manifest.get("enough_for")) != kinds:
         expected = f"{kinds}, by targets and aux_layer_ids" if kinds else "no such key without targets"
         raise _refuse(path, "enough_for", stated, expected)

@@ -164,7 +164,7 @@ def test_complete_is_written_last_and_a_stopped_export_leaves_nothing(cache, tmp
     assert [each[0] for each in trace[-2:]] == ["rename", "fsync_dir"]  # and then the folder gets its name
 
 
-@pytest.mark.parametrize("shard_size", [3, 256])
+@pytest.mark.parametrize("shard_size", [1, 3, 256])
 def test_a_round_trip_keeps_every_id_mask_and_state(cache, bringing, tmp_path, shard_size):
     post = tmp_path / "post"  # the cache itself has states before the norm, and an export after it
     export_cache(cache, "automodel", tmp_path / "f", layers=[-1, *FEATURES], shard_size=shard_size)
@@ -398,7 +398,7 @@ SAMPLE_ATTACKS = {
     ),
     "infinity": (
         lambda f: in_shard(f, NAMES[2], (3, 20), torch.inf),
-        ["sample 5 is not finite", "states of token 3"],
+        ["sample 5 is not finite", "auxiliary states of token 3"],
         1,
     ),
     "an id": (lambda f: in_shard(f, "input_ids", 3, 400), ["sample 5 is mismatched", "to 400", "400"], 1),
@@ -407,6 +407,11 @@ SAMPLE_ATTACKS = {
     "other dtypes": (
         lambda f: of_each(f, lambda each: each.half() if each.is_floating_point() else each.int()),
         ["sample 4 is unreadable", "shard-000001", "float16", "bfloat16", "int32"],
+        4,
+    ),
+    "a tensor less": (
+        lambda f: shard(f, 1, lambda held: {name: held[name] for name in NAMES[:3]}),
+        ["sample 4 is unreadable", "target_last_hidden_states"],
         4,
     ),
     "a row less": (
